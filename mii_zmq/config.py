@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen settings, one dataclass per process, with one way in: `build(cls, mapping)`.
+
+Unknown keys are refused with the nearest known one, values are checked once, nothing mutates afterwards. Field
+metadata holds the help text from which command lines and the configuration reference are generated. Three environment
+variables exist and are read only here: MII_ZMQ_CACHE_DIR, MII_ZMQ_RUN_DIR and MII_ZMQ_LOG_LEVEL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import stat
+import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from mii_zmq.errors import ConfigError
+
+T = TypeVar("T")
+
+DEFAULT_BROKER_PORT = 50050
+DEFAULT_REST_PORT = 28080
+MAX_BODY_BYTES = 8 * 2**20
+"""Largest request body at any door; checked before decoding."""
+
+
+def setting(help_text: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
+    """A dataclass field with help text."""
+    metadata = {"help": help_text}
+    if factory is not MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine: model, memory and batch limits."""
+
+    model: str = setting("local directory or hub id of a Hugging Face checkpoint; 'fake:' for the test engine")
+    tokenizer: str | None = setting("directory or hub id of the tokenizer (default: the model's)", None)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "dtype of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU", "auto"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("where the model runs; auto: cuda if there is one", "auto")
+    max_model_len: int | None = setting("tokens per sequence at most (default: the model's context)", None)
+    token_budget: int | None = setting("tokens per step at most (default: 512 on a CPU, by the card on a GPU)", None)
+    max_sequences: int = setting("sequences that run at the same time", 256)
+    block_size: int = setting("tokens per KV block", 64)
+    num_blocks: int | None = setting("KV blocks (default: what fits into memory)", None)
+    gpu_memory_fraction: float = setting("share of the GPU's memory for weights, KV blocks and graphs", 0.9)
+    kv_cache_gb: float | None = setting("KV pool in GB (default: 4 on a CPU, what fits on a GPU)", None)
+    prefix_cache: bool = setting("reuse KV blocks of equal prompt prefixes", True)
+    num_threads: int | None = setting("CPU threads for the model (default: all cores available)", None)
+    tensor_parallel: int = setting("ranks that share one copy of the model", 1)
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_model_len", "token_budget", "max_sequences", "block_size", "num_blocks", "num_threads")
+        _positive(self, "tensor_parallel", "kv_cache_gb")
+        if not self.model:
+            raise ConfigError("model is empty; give a local directory or a hub id")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size is {self.block_size}; it must be a power of two")
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise ConfigError(f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be in (0, 1]")
+        if self.tensor_parallel > 1:
+            raise ConfigError(
+                f"tensor_parallel is {self.tensor_parallel}, but this version runs one rank per group; "
+                "use 1, and replicas for more capacity"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker group: which deployment it serves, and where its brokers are."""
+
+    deployment: str = setting("name under which clients reach this model")
+    brokers: tuple[str, ...] = setting(
+        "broker endpoints for workers, comma separated", (f"tcp://127.0.0.1:{DEFAULT_BROKER_PORT + 1}",)
+    )
+    group: str | None = setting("name of this group (default: host, pid and a random part)", None)
+    drain_timeout_s: float = setting("seconds that running requests get after SIGTERM", 120.0)
+    tokenizer_threads: int = setting("threads for tokenizing", 2)
+    load_timeout_s: float = setting("seconds the engine may take to load", 1800.0)
+
+    def __post_init__(self) -> None:
+        _positive(self, "drain_timeout_s", "tokenizer_threads", "load_timeout_s")
+        check_deployment_name(self.deployment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerConfig:
+    """The broker: its two sockets, liveness and queue bounds."""
+
+    client_endpoint: str = setting("where clients connect", f"tcp://127.0.0.1:{DEFAULT_BROKER_PORT}")
+    worker_endpoint: str = setting("where workers connect", f"tcp://127.0.0.1:{DEFAULT_BROKER_PORT + 1}")
+    heartbeat_ms: int = setting("interval of worker and client heartbeats", 500)
+    liveness: int = setting("missed intervals after which a peer counts as dead", 6)
+    max_queued_requests: int = setting("requests waiting for a group, per deployment, before new ones are refused", 2048)
+    max_client_requests: int = setting("unfinished requests of one client connection", 8192)
+    max_attempts: int = setting("groups that a request without output is tried on", 3)
+    insecure: bool = setting("allow endpoints other than loopback and ipc without keys", False)
+
+    def __post_init__(self) -> None:
+        _positive(self, "heartbeat_ms", "liveness", "max_queued_requests", "max_client_requests", "max_attempts")
+        for endpoint in (self.client_endpoint, self.worker_endpoint):
+            check_endpoint(endpoint, self.insecure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The HTTP gateway."""
+
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("port to listen on; 0: any free one", DEFAULT_REST_PORT)
+    brokers: tuple[str, ...] = setting(
+        "broker endpoints for clients, comma separated", (f"tcp://127.0.0.1:{DEFAULT_BROKER_PORT}",)
+    )
+    shutdown_timeout_s: float = setting("seconds that running requests get after SIGTERM", 60.0)
+    insecure: bool = setting("allow an address other than loopback", False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be 0 to 65535")
+        check_endpoint(f"tcp://{self.host}:{self.port}", self.insecure)
+
+
+def build(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Make a config from a mapping (JSON, keyword arguments, command line).
+
+    Raises:
+        ConfigError: unknown key (with the nearest known one), wrong type, or a value the class refuses.
+    """
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            raise ConfigError(f"unknown setting {key!r} for {cls.__name__}{hint}")
+    try:
+        return msgspec.convert(dict(values), cls)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        reason, _, path = str(error).partition(" - at `$.")
+        where = f"{path.rstrip('`')}: " if path else ""
+        raise ConfigError(f"{cls.__name__}: {where}{reason}") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, ...] = ()) -> None:
+    """Add one `--option` per field of `cls`; unset options stay out of the namespace."""
+    hints = typing.get_type_hints(cls)
+    for f in fields(cls):
+        if f.name not in skip:
+            _add_argument(parser, f, hints[f.name])
+
+
+def from_arguments(namespace: argparse.Namespace, cls: type[T], **extra: Any) -> T:
+    """Build `cls` from the options that `add_arguments` made."""
+    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    values = {name: value for name, value in vars(namespace).items() if name in names}
+    return build(cls, {**values, **extra})
+
+
+def _add_argument(parser: argparse.ArgumentParser, f: Field[Any], hint: Any) -> None:
+    option = "--" + f.name.replace("_", "-")
+    common: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS}
+    has_default = f.default is not MISSING or f.default_factory is not MISSING
+    shown = "" if f.default in (MISSING, None) else f" (default: {_show(f.default)})"
+    common["help"] = (f.metadata.get("help", "") + shown).replace("%", "%%")
+    arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType] if _is_union(hint) else [hint]
+    kind = arms[0]
+    if kind is bool:
+        parser.add_argument(option, action=argparse.BooleanOptionalAction, **common)
+    elif typing.get_origin(kind) is Literal:
+        parser.add_argument(option, choices=typing.get_args(kind), required=not has_default, **common)
+    elif typing.get_origin(kind) is tuple:
+        parser.add_argument(option, type=_comma_separated, metavar="A,B", required=not has_default, **common)
+    else:
+        parser.add_argument(option, type=kind, metavar=kind.__name__.upper(), required=not has_default, **common)
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _show(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _comma_separated(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} is {value}; it must be more than 0")
+
+
+def check_deployment_name(name: str) -> str:
+    """Names are routing keys, never paths: 1 to 200 printable characters without spaces; '/' as in hub ids is fine."""
+    if not 0 < len(name) <= 200 or not name.isprintable() or any(c.isspace() for c in name):
+        raise ConfigError(f"deployment name {name[:60]!r} must be 1 to 200 printable characters without spaces")
+    return name
+
+
+def check_endpoint(endpoint: str, insecure: bool) -> str:
+    """Refuse endpoints that strangers can reach, unless `insecure` is set."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "ipc" and rest:
+        return endpoint
+    if scheme != "tcp" or not rest:
+        raise ConfigError(f"endpoint {endpoint!r} must be tcp://HOST:PORT or ipc://PATH")
+    host = rest.rsplit(":", 1)[0].strip("[]")
+    if host not in ("127.0.0.1", "localhost", "::1") and not host.startswith("127.") and not insecure:
+        raise ConfigError(
+            f"{endpoint} can be reached from other hosts and carries no keys; use 127.0.0.1, or pass --insecure on a "
+            "network that you trust"
+        )
+    return endpoint
+
+
+def cache_dir() -> Path:
+    """Where converted models and compiled kernels live."""
+    base = os.environ.get("MII_ZMQ_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    root = Path(base) if base else Path.home() / ".cache"
+    path = root if os.environ.get("MII_ZMQ_CACHE_DIR") else root / "mii_zmq"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def run_dir() -> Path:
+    """The user's private directory (mode 0700) for sockets and the registry of running deployments.
+
+    Raises:
+        ConfigError: the directory belongs to somebody else or is open to others.
+    """
+    configured = os.environ.get("MII_ZMQ_RUN_DIR") or os.environ.get("XDG_RUNTIME_DIR")
+    root = Path(configured) if configured else Path(tempfile.gettempdir())
+    path = root if os.environ.get("MII_ZMQ_RUN_DIR") else root / f"mii_zmq-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"the run directory {path} must belong to you with mode 0700; set MII_ZMQ_RUN_DIR to one")
+    return path
+
+
+def log_level() -> str:
+    return os.environ.get("MII_ZMQ_LOG_LEVEL", "INFO").upper()

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation options of one request, and the one validator that every door uses.
+
+The names and defaults are those of the original MII (`max_length`, `max_new_tokens`, `do_sample`, `top_p` 0.9 ...),
+plus what its users asked for (seed, penalties, bad words, stop ids, n). Doors with other names or defaults translate
+into a mapping of these names first. Knows nothing of models: token ids are checked against the vocabulary by
+`check_vocabulary`, in the worker.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from mii_zmq.errors import InvalidRequest
+
+MAX_N = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_LIST_ITEMS = 256
+MAX_TOKENS = 2**31 - 1
+IGNORED_FIELDS = frozenset({"prompt_length"})
+"""Fields that the original accepts and overwrites; taken and dropped."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Validated generation options. Build with `SamplingParams.from_mapping`, never directly from outside data."""
+
+    max_length: int | None = None
+    """Total tokens, prompt included; must exceed the prompt's length. None: no limit of its own."""
+    max_new_tokens: int | None = None
+    """Output tokens; wins over `max_length`. None: up to `max_length` or the model's context."""
+    min_new_tokens: int = 0
+    """End-of-sequence ids, stop ids and stop strings have no effect before this many output tokens."""
+    ignore_eos: bool = False
+    """Do not stop at end-of-sequence ids, stop ids and stop strings (as the original does)."""
+    return_full_text: bool = False
+    """Prepend the prompt's text to the generated text."""
+    do_sample: bool = True
+    """False: greedy. A temperature of 0 means the same."""
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float = 0.9
+    min_p: float = 0.0
+    """Drop tokens less probable than `min_p` times the most probable one."""
+    seed: int | None = None
+    """Fixes every draw of this request, in whatever batch it runs. None: derived from the request id."""
+    repetition_penalty: float = 1.0
+    """Over prompt and output, as transformers applies it (CTRL, arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; the text returned excludes them."""
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    """Strings whose token sequences are never produced."""
+    n: int = 1
+    """Independent continuations of one prompt."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the text; the original keeps them."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.do_sample or self.temperature == 0
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> SamplingParams:
+        """Validate a mapping from outside.
+
+        Raises:
+            InvalidRequest: unknown name (with the nearest known one), wrong type or impossible value; `param` names
+                the field.
+        """
+        known = cls.__struct_fields__
+        values: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name in IGNORED_FIELDS:
+                continue
+            if name not in known:
+                raise unknown_field(str(name), known)
+            values[name] = [value] if name in ("stop", "bad_words") and isinstance(value, str) else value
+            if value is None and name in ("stop", "stop_token_ids", "bad_words"):
+                values[name] = []
+        try:
+            params = msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise _from_validation_error(error) from None
+        _check_ranges(params)
+        return params
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain types for msgpack; defaults are left out."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in msgspec.structs.asdict(self).items()
+            if value != _DEFAULTS[name]
+        }
+
+    def for_choice(self, index: int) -> SamplingParams:
+        """The options of choice `index` of `n`: `n` is 1, and a given seed is advanced so that choices differ."""
+        seed = self.seed
+        if seed is not None and index:
+            seed = (seed + index * 0x9E3779B97F4A7C15) % 2**63
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
+
+def unknown_field(name: str, known: Any) -> InvalidRequest:
+    """The error for a field that no version of the API has; names the nearest known field."""
+    shown = name if len(name) <= 80 else name[:77] + "..."
+    near = difflib.get_close_matches(name[:80], list(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return InvalidRequest(f"unknown field {shown!r}{hint}", param=shown)
+
+
+def check_text(text: str, param: str) -> str:
+    """Refuse text that UTF-8 cannot carry (lone surrogates). Returns `text`."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{param} holds a lone surrogate at character {error.start}; send valid Unicode", param=param
+        ) from None
+    return text
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequest when a token id lies outside the model's logits or top_k exceeds them."""
+    for token_id in params.stop_token_ids:
+        if token_id >= vocab_size:
+            raise InvalidRequest(
+                f"stop_token_ids holds {token_id}, but the vocabulary has {vocab_size} entries", param="stop_token_ids"
+            )
+
+
+def _from_validation_error(error: msgspec.ValidationError) -> InvalidRequest:
+    text = str(error)
+    reason, _, path = text.partition(" - at `$.")
+    param = path.rstrip("`").split("[")[0] or None
+    return InvalidRequest(f"{param}: {reason}" if param else reason, param=param)
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    _check_numbers(params)
+    _check_lengths(params)
+    for name in ("stop", "bad_words"):
+        strings: tuple[str, ...] = getattr(params, name)
+        limit = MAX_STOP_STRINGS if name == "stop" else MAX_LIST_ITEMS
+        _require(len(strings) <= limit, name, len(strings), f"at most {limit} strings")
+        for string in strings:
+            _require(0 < len(string) <= MAX_STOP_CHARS, name, string[:40], f"strings of 1 to {MAX_STOP_CHARS} characters")
+            check_text(string, name)
+    _require(len(params.stop_token_ids) <= MAX_LIST_ITEMS, "stop_token_ids", len(params.stop_token_ids), "at most 256 ids")
+    for token_id in params.stop_token_ids:
+        _require(0 <= token_id <= MAX_TOKENS, "stop_token_ids", token_id, "ids from 0 to the vocabulary size")
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    ranges: list[tuple[str, float, float, str]] = [
+        ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
+        ("min_p", 0.0, 1.0, "0 to 1"),
+        ("presence_penalty", -100.0, 100.0, "-100 to 100"),
+        ("frequency_penalty", -100.0, 100.0, "-100 to 100"),
+    ]
+    for name, low, high, words in ranges:
+        value = getattr(params, name)
+        _require(value is None or (math.isfinite(value) and low <= value <= high), name, value, words)
+    _require(math.isfinite(params.top_p) and 0 < params.top_p <= 1, "top_p", params.top_p, "more than 0, at most 1")
+    penalty = params.repetition_penalty
+    _require(math.isfinite(penalty) and 0 < penalty <= 100, "repetition_penalty", penalty, "more than 0, at most 100")
+    _require(params.seed is None or 0 <= params.seed < 2**63, "seed", params.seed, "0 to 2^63 - 1")
+    _require(1 <= params.n <= MAX_N, "n", params.n, f"1 to {MAX_N}")
+    _require(params.top_k is None or 1 <= params.top_k <= MAX_TOKENS, "top_k", params.top_k, "at least 1")
+
+
+def _check_lengths(params: SamplingParams) -> None:
+    for name in ("max_length", "max_new_tokens"):
+        value = getattr(params, name)
+        _require(value is None or 1 <= value <= MAX_TOKENS, name, value, "at least 1")
+    _require(0 <= params.min_new_tokens <= MAX_TOKENS, "min_new_tokens", params.min_new_tokens, "at least 0")
+    if params.max_new_tokens is not None:
+        _require(
+            params.min_new_tokens <= params.max_new_tokens,
+            "min_new_tokens",
+            params.min_new_tokens,
+            f"at most max_new_tokens ({params.max_new_tokens})",
+        )
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        shown = str(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        raise InvalidRequest(f"{name} is {shown}, allowed: {allowed}", param=name)
+
+
+_DEFAULTS: dict[str, Any] = msgspec.structs.asdict(SamplingParams())

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker group: an actor process (text, sockets) and an engine process per rank (scheduler, model)."""

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What flows between scheduler, executor and ranks: sequence requests, numbered step plans and their results.
+
+Pure data, standard library only. A `StepPlan` carries full data for sequences that are new to the executor and only
+differences for known ones, so that it can be sent to other ranks as bytes (`StepPlan.to_wire`). The executor keeps
+one row of state per slot: token ids, block table, sampling state. A plan is applied in this order: `freed_slots`,
+`copies`, `new`, then the forward pass over `rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """The numeric part of a request's sampling options, as the executor needs it."""
+
+    seed: int = 0
+    """0 <= seed < 2**63; with (position, token id) it keys every random draw."""
+    temperature: float = 0.0
+    """0: greedy."""
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_new_tokens: int = 0
+    """`stop_token_ids` are masked while fewer output tokens exist."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End-of-sequence and stop ids, merged; empty when they are to be ignored."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences of which the last token is masked when the history ends with the others."""
+
+    @property
+    def needs_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> SamplingSpec:
+        fields = dict(wire)
+        fields["stop_token_ids"] = tuple(fields.get("stop_token_ids", ()))
+        fields["bad_words"] = tuple(tuple(word) for word in fields.get("bad_words", ()))
+        return cls(**fields)
+
+
+@dataclass(slots=True)
+class SequenceRequest:
+    """A sequence as the engine receives it (from the actor or from `pipeline`): token ids in, token ids out."""
+
+    seq_id: int
+    """Unique while the engine lives, chosen by the sender."""
+    prompt_token_ids: list[int]
+    max_new_tokens: int
+    """Output tokens at most, resumed ones included."""
+    sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    resumed_token_ids: list[int] = field(default_factory=list)
+    """Output tokens produced earlier (here or elsewhere); generation goes on behind them, none is sent again."""
+    priority: int = 0
+    """Smaller is served first."""
+    deadline_s: float | None = None
+    """Seconds from arrival at the engine after which the sequence ends with finish_reason 'deadline'."""
+    cache_salt: str = ""
+    """Sequences share prefix blocks only with the same salt (tenant isolation)."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> SequenceRequest:
+        fields = dict(wire)
+        fields["sampling"] = SamplingSpec.from_wire(fields.get("sampling") or {})
+        return cls(**fields)
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What one step produced for one sequence."""
+
+    seq_id: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """None while running; 'stop' (an end-of-sequence or stop id, which is the last of `token_ids`), 'length',
+    'cancelled', 'deadline' or 'error'."""
+    error: str | None = None
+    """One line, with finish_reason 'error'."""
+    num_cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache; set on the first output."""
+
+
+@dataclass(slots=True)
+class NewSequence:
+    """A sequence that the executor does not hold (new, resumed or preempted before)."""
+
+    slot: int
+    token_ids: list[int]
+    """Everything known: prompt and output so far."""
+    num_prompt_tokens: int
+    block_ids: list[int]
+    """The whole block table at this step."""
+    sampling: SamplingSpec
+
+
+@dataclass(slots=True)
+class StepRow:
+    """One sequence's share of a step: tokens [start, start + num_tokens) of its slot are computed."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    sample: bool
+    """True: draw the token at position start + num_tokens, append it to the slot, report it."""
+    new_block_ids: list[int] = field(default_factory=list)
+    """Appended to the slot's block table before the forward pass (empty for a sequence listed in `new`)."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The scheduler's order for one step."""
+
+    step: int
+    """Consecutive from 1; a gap is fatal to a rank."""
+    rows: list[StepRow]
+    new: list[NewSequence] = field(default_factory=list)
+    freed_slots: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source block, destination block), before any write of this step."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain msgpack types for the plan channel to other ranks."""
+        return {
+            "step": self.step,
+            "rows": [[r.slot, r.start, r.num_tokens, r.sample, r.new_block_ids] for r in self.rows],
+            "new": [asdict(sequence) for sequence in self.new],
+            "freed_slots": self.freed_slots,
+            "copies": [list(pair) for pair in self.copies],
+        }
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> StepPlan:
+        return cls(
+            step=wire["step"],
+            rows=[StepRow(*row) for row in wire["rows"]],
+            new=[NewSequence(**{**new, "sampling": SamplingSpec.from_wire(new["sampling"])}) for new in wire["new"]],
+            freed_slots=wire["freed_slots"],
+            copies=[(source, destination) for source, destination in wire["copies"]],
+        )
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The executor's answer to one plan."""
+
+    step: int
+    token_ids: list[int]
+    """One per row with `sample`, in row order; the value at a failed row is meaningless."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Slot -> one-line reason, for rows whose result must not be used (non-finite logits, exception)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Facts that an executor reports once it is loaded."""
+
+    vocab_size: int
+    """Width of the logits; every token id is below it."""
+    max_model_len: int
+    """Tokens per sequence, prompt and output, that the model supports."""
+    num_blocks: int
+    block_size: int
+    max_sequences: int
+    """Slots, i.e. sequences that can run at the same time."""
+    token_budget: int
+    """Tokens per step at most."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class PendingStep(Protocol):
+    """A submitted step; results become readable in submission order."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> StepResult:
+        """Block until the step has run; raises what the step raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs step plans. `submit` returns at once; steps run in submission order."""
+
+    limits: EngineLimits
+
+    def submit(self, plan: StepPlan) -> PendingStep: ...
+
+    def close(self) -> None: ...

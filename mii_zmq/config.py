@@ -105,7 +105,9 @@ class BrokerConfig:
     worker_endpoint: str = setting("where workers connect", f"tcp://127.0.0.1:{DEFAULT_BROKER_PORT + 1}")
     heartbeat_ms: int = setting("interval of worker and client heartbeats", 500)
     liveness: int = setting("missed intervals after which a peer counts as dead", 6)
-    max_queued_requests: int = setting("requests waiting for a group, per deployment, before new ones are refused", 2048)
+    max_queued_requests: int = setting(
+        "requests waiting for a group, per deployment, before new ones are refused", 2048
+    )
     max_client_requests: int = setting("unfinished requests of one client connection", 8192)
     max_attempts: int = setting("groups that a request without output is tried on", 3)
     insecure: bool = setting("allow endpoints other than loopback and ipc without keys", False)

@@ -132,7 +132,8 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     for token_id in params.stop_token_ids:
         if token_id >= vocab_size:
             raise InvalidRequest(
-                f"stop_token_ids holds {token_id}, but the vocabulary has {vocab_size} entries", param="stop_token_ids"
+                f"stop_token_ids holds {token_id}, but the vocabulary has {vocab_size} entries",
+                param="stop_token_ids",
             )
 
 
@@ -151,9 +152,19 @@ def _check_ranges(params: SamplingParams) -> None:
         limit = MAX_STOP_STRINGS if name == "stop" else MAX_LIST_ITEMS
         _require(len(strings) <= limit, name, len(strings), f"at most {limit} strings")
         for string in strings:
-            _require(0 < len(string) <= MAX_STOP_CHARS, name, string[:40], f"strings of 1 to {MAX_STOP_CHARS} characters")
+            _require(
+                0 < len(string) <= MAX_STOP_CHARS,
+                name,
+                string[:40],
+                f"strings of 1 to {MAX_STOP_CHARS} characters",
+            )
             check_text(string, name)
-    _require(len(params.stop_token_ids) <= MAX_LIST_ITEMS, "stop_token_ids", len(params.stop_token_ids), "at most 256 ids")
+    _require(
+        len(params.stop_token_ids) <= MAX_LIST_ITEMS,
+        "stop_token_ids",
+        len(params.stop_token_ids),
+        "at most 256 ids",
+    )
     for token_id in params.stop_token_ids:
         _require(0 <= token_id <= MAX_TOKENS, "stop_token_ids", token_id, "ids from 0 to the vocabulary size")
 
@@ -170,7 +181,12 @@ def _check_numbers(params: SamplingParams) -> None:
         _require(value is None or (math.isfinite(value) and low <= value <= high), name, value, words)
     _require(math.isfinite(params.top_p) and 0 < params.top_p <= 1, "top_p", params.top_p, "more than 0, at most 1")
     penalty = params.repetition_penalty
-    _require(math.isfinite(penalty) and 0 < penalty <= 100, "repetition_penalty", penalty, "more than 0, at most 100")
+    _require(
+        math.isfinite(penalty) and 0 < penalty <= 100,
+        "repetition_penalty",
+        penalty,
+        "more than 0, at most 100",
+    )
     _require(params.seed is None or 0 <= params.seed < 2**63, "seed", params.seed, "0 to 2^63 - 1")
     _require(1 <= params.n <= MAX_N, "n", params.n, f"1 to {MAX_N}")
     _require(params.top_k is None or 1 <= params.top_k <= MAX_TOKENS, "top_k", params.top_k, "at least 1")

@@ -249,6 +249,14 @@ def pack(value: Any) -> bytes:
     return packed
 
 
+def encode_body(body: msgspec.Struct) -> bytes:
+    """A body Struct as msgpack bytes; raises RequestTooLarge."""
+    packed = pack(msgspec.to_builtins(body, builtin_types=(bytes,)))
+    if len(packed) > MAX_BODY_BYTES:
+        raise RequestTooLarge(f"the request has {len(packed)} bytes; the limit is {MAX_BODY_BYTES}")
+    return packed
+
+
 def encode(
     verb: Verb, request_id: bytes = NO_ID, header: Any = None, body: Any = b"\x80", raw: Sequence[bytes] = ()
 ) -> list[bytes]:

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asynchronous client against a scripted broker on a real ROUTER socket."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mii_zmq import protocol, transport
+from mii_zmq.client import AsyncClient, BackgroundLoop, Generation, fan_out
+from mii_zmq.errors import BrokerUnavailable, Cancelled, InternalError, Overloaded, ProtocolError, RequestTooLarge
+from mii_zmq.protocol import FinalBody, GenerateBody, GenerateHeader, Message, TokenDelta, TokenRows, Verb, Welcome
+from mii_zmq.sampling_params import SamplingParams
+
+
+class ScriptedBroker:
+    """Answers HELLO and HEARTBEAT; everything else waits in `inbox` for the test."""
+
+    def __init__(self, endpoint: str, epoch: bytes = b"e" * 16, heartbeat_ms: int = 50) -> None:
+        self.context = transport.make_context()
+        socket, self.endpoint = transport.bind_router(self.context, endpoint)
+        self.socket = transport.AsyncSocket(socket, self._on_frames)
+        self.inbox: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue()
+        self.epoch = epoch
+        self.heartbeat_ms = heartbeat_ms
+        self.is_mute = False
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        peer, message = frames[0], protocol.decode(frames[1:])
+        if self.is_mute:
+            return
+        if message.verb is Verb.HELLO:
+            welcome = Welcome(
+                epoch=self.epoch,
+                heartbeat_ms=self.heartbeat_ms,
+                liveness=4,
+                max_body_bytes=protocol.MAX_BODY_BYTES,
+                deployments=["m"],
+                capabilities=[],
+            )
+            self.send(peer, protocol.encode(Verb.WELCOME, header=welcome))
+        elif message.verb is Verb.HEARTBEAT:
+            self.send(peer, protocol.encode(Verb.HEARTBEAT, header={"epoch": self.epoch}))
+        else:
+            self.inbox.put_nowait((peer, message))
+
+    def send(self, peer: bytes, frames: list[bytes]) -> None:
+        self.socket.send([peer, *frames])
+
+    async def next(self, verb: Verb) -> tuple[bytes, Message]:
+        async with asyncio.timeout(5):
+            peer, message = await self.inbox.get()
+        assert message.verb is verb
+        return peer, message
+
+    def close(self) -> None:
+        self.socket.close(linger_ms=0)
+        if not self.context.closed:
+            transport.close_context(self.context)
+
+
+def tokens(*deltas: TokenDelta) -> list[bytes]:
+    rows = TokenRows()
+    for delta in deltas:
+        rows.add(delta)
+    return rows.to_frames()
+
+
+def delta(request_id: bytes, offset: int, ids: list[int], text: str, finish: str | None = None) -> TokenDelta:
+    return TokenDelta(request_id, offset, offset, b"".join(i.to_bytes(4, "little") for i in ids), text.encode(), finish)
+
+
+def final(request_id: bytes, length: int, text: str | None = None, ids: bytes = b"") -> list[bytes]:
+    body = FinalBody(finish_reason="length", prompt_length=3, generated_length=length, text=text)
+    return protocol.encode(Verb.FINAL, request_id, body=body, raw=(ids,) if text is not None else ())
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[ScriptedBroker]:
+    broker = ScriptedBroker("tcp://127.0.0.1:0")
+    yield broker
+    broker.close()
+
+
+@pytest.fixture
+async def client(broker: ScriptedBroker) -> AsyncIterator[AsyncClient]:
+    client = AsyncClient([broker.endpoint], name="test")
+    await client.connect(5)
+    yield client
+    await client.close()
+
+
+def start(client: AsyncClient, stream: bool = True, **params: Any) -> Generation:
+    return client.generate("m", GenerateBody(prompt="hi", params=params), stream=stream)
+
+
+async def test_stream_joins_deltas_and_drops_duplicates(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = start(client, max_new_tokens=3)
+    peer, message = await broker.next(Verb.GENERATE)
+    header = protocol.parse_header(message, GenerateHeader)
+    assert (header.deployment, header.stream, header.num_tokens) == ("m", True, 3)
+    first = delta(message.request_id, 0, [7], "a")
+    for frames in (tokens(first), tokens(first), tokens(delta(message.request_id, 1, [8, 9], "é", "length"))):
+        broker.send(peer, frames)
+    broker.send(peer, final(message.request_id, 3))
+    completion = await generation.result()
+    assert completion.text == "aé"
+    assert completion.token_ids == [7, 8, 9]
+    assert (completion.finish_reason, completion.prompt_length, completion.generated_length) == ("length", 3, 3)
+
+
+async def test_unstreamed_result_carries_text_and_ids(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = start(client, stream=False)
+    peer, message = await broker.next(Verb.GENERATE)
+    broker.send(peer, final(message.request_id, 1, text="x", ids=(5).to_bytes(4, "little")))
+    completion = await generation.result()
+    assert (completion.text, completion.token_ids) == ("x", [5])
+
+
+async def test_rows_of_several_requests_in_one_message(broker: ScriptedBroker, client: AsyncClient) -> None:
+    one, two = start(client), start(client)
+    peer, _ = await broker.next(Verb.GENERATE)
+    await broker.next(Verb.GENERATE)
+    broker.send(peer, tokens(delta(one.request_id, 0, [1], "one"), delta(two.request_id, 0, [2], "two")))
+    assert [d.text for d in await anext(one)] == [b"one"]
+    assert [d.text for d in await anext(two)] == [b"two"]
+
+
+async def test_error_keeps_its_class_and_comes_after_the_text(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = start(client)
+    peer, message = await broker.next(Verb.GENERATE)
+    broker.send(peer, tokens(delta(message.request_id, 0, [1], "a")))
+    error = Overloaded("too much", retry_after_ms=70)
+    broker.send(peer, protocol.encode(Verb.ERROR, message.request_id, error.to_wire()))
+    assert [d.text for d in await anext(generation)] == [b"a"]
+    with pytest.raises(Overloaded, match="too much") as caught:
+        await anext(generation)
+    assert caught.value.retry_after_ms == 70
+
+
+async def test_gap_in_a_stream_is_an_error(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = start(client)
+    peer, message = await broker.next(Verb.GENERATE)
+    broker.send(peer, tokens(delta(message.request_id, 2, [1], "a")))
+    with pytest.raises(ProtocolError, match="missing"):
+        await generation.result()
+    await broker.next(Verb.CANCEL)
+
+
+async def test_cancel_reaches_the_broker_once(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = start(client)
+    await broker.next(Verb.GENERATE)
+    generation.cancel()
+    generation.cancel()
+    _, message = await broker.next(Verb.CANCEL)
+    assert message.request_id == generation.request_id
+    with pytest.raises(Cancelled):
+        await generation.result()
+    assert broker.inbox.empty()
+
+
+async def test_request_is_sent_again_to_a_restarted_broker(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = start(client)
+    peer, message = await broker.next(Verb.GENERATE)
+    broker.send(peer, tokens(delta(message.request_id, 0, [7, 8], "ab")))
+    assert len(await anext(generation)) == 1
+    broker.close()
+    successor = ScriptedBroker(broker.endpoint, epoch=b"f" * 16)
+    try:
+        peer, message = await successor.next(Verb.GENERATE)
+        assert message.request_id == generation.request_id
+        assert list(message.raw) == [(7).to_bytes(4, "little") + (8).to_bytes(4, "little")]
+        successor.send(peer, tokens(delta(message.request_id, 2, [9], "c", "length")))
+        successor.send(peer, final(message.request_id, 3))
+        assert (await generation.result()).token_ids == [7, 8, 9]
+    finally:
+        successor.close()
+
+
+async def test_silent_broker_is_not_connected(broker: ScriptedBroker, client: AsyncClient) -> None:
+    broker.is_mute = True
+    async with asyncio.timeout(5):
+        await _until(lambda: not client.is_connected)
+    with pytest.raises(BrokerUnavailable):
+        start(client)
+    with pytest.raises(BrokerUnavailable):
+        await client.status()
+
+
+async def test_no_broker_at_all() -> None:
+    client = AsyncClient(["tcp://127.0.0.1:9"])
+    with pytest.raises(BrokerUnavailable):
+        await client.connect(0.1)
+    await client.close()
+
+
+async def test_too_large_a_request_is_refused_here(broker: ScriptedBroker, client: AsyncClient) -> None:
+    with pytest.raises(RequestTooLarge):
+        client.generate("m", GenerateBody(prompt="x" * (protocol.MAX_BODY_BYTES + 1)), stream=True)
+
+
+async def test_status(broker: ScriptedBroker, client: AsyncClient) -> None:
+    asked = asyncio.ensure_future(client.status())
+    peer, message = await broker.next(Verb.STATUS)
+    broker.send(peer, protocol.encode(Verb.STATUS, message.request_id, body={"uptime_s": 1}))
+    assert await asked == {"uptime_s": 1}
+
+
+def test_background_loop_serves_many_threads() -> None:
+    loop = BackgroundLoop()
+    results: list[int] = []
+
+    async def double(value: int) -> int:
+        return 2 * value
+
+    threads = [threading.Thread(target=lambda v=v: results.append(loop.run(double(v)))) for v in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [0, 2, 4, 6, 8, 10, 12, 14]
+
+    async def nested() -> int:
+        return loop.run(double(1))
+
+    with pytest.raises(InternalError):
+        loop.run(nested())
+    loop.close()
+
+
+def test_fan_out_gives_each_choice_its_own_seed() -> None:
+    params = SamplingParams.from_mapping({"n": 3, "seed": 5, "top_k": 4})
+    mappings = fan_out(params)
+    assert [m["top_k"] for m in mappings] == [4, 4, 4]
+    assert len({m["seed"] for m in mappings}) == 3
+    assert mappings[0]["seed"] == 5
+    assert all("n" not in m for m in mappings)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)

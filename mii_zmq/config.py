@@ -62,6 +62,7 @@ class EngineConfig:
     prefix_cache: bool = setting("reuse KV blocks of equal prompt prefixes", True)
     num_threads: int | None = setting("CPU threads for the model (default: all cores available)", None)
     tensor_parallel: int = setting("ranks that share one copy of the model", 1)
+    step_trace: str | None = setting("file for one JSON line per event of a step: plan, submit, read, sent", None)
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len", "token_budget", "max_sequences", "block_size", "num_blocks", "num_threads")
@@ -110,10 +111,12 @@ class BrokerConfig:
     )
     max_client_requests: int = setting("unfinished requests of one client connection", 8192)
     max_attempts: int = setting("groups that a request without output is tried on", 3)
+    drain_timeout_s: float = setting("seconds that accepted requests get after SIGTERM", 60.0)
     insecure: bool = setting("allow endpoints other than loopback and ipc without keys", False)
 
     def __post_init__(self) -> None:
         _positive(self, "heartbeat_ms", "liveness", "max_queued_requests", "max_client_requests", "max_attempts")
+        _positive(self, "drain_timeout_s")
         for endpoint in (self.client_endpoint, self.worker_endpoint):
             check_endpoint(endpoint, self.insecure)
 
@@ -134,6 +137,42 @@ class GatewayConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be 0 to 65535")
         check_endpoint(f"tcp://{self.host}:{self.port}", self.insecure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """The launcher: one deployment on this host."""
+
+    deployment: str = setting("name under which clients reach the model")
+    replicas: int = setting("worker groups, each with its own copy of the model", 1)
+    rest: bool = setting("start the HTTP gateway", True)
+    host: str = setting("address that the HTTP gateway listens on", "127.0.0.1")
+    port: int | None = setting(
+        f"port of the HTTP gateway; 0: any free one (default: {DEFAULT_REST_PORT} if free)", None
+    )
+    broker_port: int = setting("port of the broker for ZeroMQ clients; 0: any free one", 0)
+    drain_timeout_s: float = setting("seconds that running requests get at the end", 30.0)
+    load_timeout_s: float = setting("seconds that loading the model may take", 1800.0)
+    insecure: bool = setting("allow a host other than loopback", False)
+
+    def __post_init__(self) -> None:
+        check_deployment_name(self.deployment)
+        for name in ("replicas", "drain_timeout_s", "load_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
+        for name in ("port", "broker_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 to 65535")
+        self.gateway(brokers=(), port=0)
+
+    def gateway(self, brokers: tuple[str, ...], port: int) -> GatewayConfig:
+        return GatewayConfig(
+            host=self.host,
+            port=port,
+            brokers=brokers,
+            shutdown_timeout_s=self.drain_timeout_s,
+            insecure=self.insecure,
+        )
 
 
 def build(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -172,6 +211,22 @@ def from_arguments(namespace: argparse.Namespace, cls: type[T], **extra: Any) ->
     names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     values = {name: value for name, value in vars(namespace).items() if name in names}
     return build(cls, {**values, **extra})
+
+
+def to_arguments(config: Any) -> list[str]:
+    """The command line from which `from_arguments` builds `config` again; defaults are left out."""
+    arguments: list[str] = []
+    for f in fields(config):
+        value = getattr(config, f.name)
+        option = "--" + f.name.replace("_", "-")
+        if value is None or value == f.default or (f.default_factory is not MISSING and value == f.default_factory()):
+            continue
+        if isinstance(value, bool):
+            arguments.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            # One word, so that a value may begin with a dash.
+            arguments.append(f"{option}={_show(value)}")
+    return arguments
 
 
 def _add_argument(parser: argparse.ArgumentParser, f: Field[Any], hint: Any) -> None:

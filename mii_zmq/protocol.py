@@ -15,6 +15,7 @@ import enum
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -40,7 +41,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 class Verb(enum.IntEnum):
     """The second frame. Values below 0x20 travel between clients and broker (most of them on to the worker), values
-    from 0x20 between broker and worker only."""
+    from 0x20 between broker and worker only; DISCONNECT ends either kind of connection."""
 
     HELLO = 0x01
     WELCOME = 0x02
@@ -59,6 +60,7 @@ class Verb(enum.IntEnum):
     DISCONNECT = 0x23
 
 
+_BAD_ROW = "a TOKENS row is [id, seq, token_offset, num_tokens, text_bytes, finish_reason]"
 _VERBS = {bytes((verb,)): verb for verb in Verb}
 _VERB_FRAMES = {verb: bytes((verb,)) for verb in Verb}
 
@@ -138,6 +140,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     params: dict[str, Any] = {}
     """Fields of SamplingParams."""
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    """With messages: end the prompt with the opening of an assistant message."""
 
 
 class FinalBody(Header):
@@ -151,6 +155,12 @@ class FinalBody(Header):
     """The whole text, when the request was not streamed; raw frame 0 then holds all token ids."""
 
 
+class FinalHeader(Header):
+    """FINAL from a worker names the reason here too, where the broker may read it (for its counters)."""
+
+    finish_reason: str = ""
+
+
 class ErrorHeader(Header):
     """Terminal: the request ended with an error (see mii_zmq.errors for the codes)."""
 
@@ -160,6 +170,30 @@ class ErrorHeader(Header):
     emitted_tokens: int = 0
     retry_after_ms: int | None = None
     param: str | None = None
+
+
+class Cancel(Header):
+    """Client to broker to worker: end these requests, or the one that the request id frame names."""
+
+    request_ids: list[bytes] = []
+
+
+class Credit(Header):
+    """Client to broker: that many more TOKENS messages of the request may be sent."""
+
+    credit: int
+
+
+class BrokerHeartbeat(Header):
+    """Broker's answer to a HEARTBEAT, and its question to a peer that was silent for an interval."""
+
+    epoch: bytes
+
+
+class Disconnect(Header):
+    """The sender no longer counts the connection as open; a worker that is alive sends READY again."""
+
+    reason: str = ""
 
 
 class Ready(Header):
@@ -250,8 +284,16 @@ def pack(value: Any) -> bytes:
 
 
 def encode_body(body: msgspec.Struct) -> bytes:
-    """A body Struct as msgpack bytes; raises RequestTooLarge."""
-    packed = pack(msgspec.to_builtins(body, builtin_types=(bytes,)))
+    """A body Struct as msgpack bytes.
+
+    Raises:
+        InvalidRequest: some text holds a lone surrogate.
+        RequestTooLarge: the body exceeds the protocol's limit.
+    """
+    try:
+        packed = pack(msgspec.to_builtins(body, builtin_types=(bytes,)))
+    except UnicodeEncodeError:
+        raise InvalidRequest("the request holds a lone surrogate; send valid Unicode", param="prompt") from None
     if len(packed) > MAX_BODY_BYTES:
         raise RequestTooLarge(f"the request has {len(packed)} bytes; the limit is {MAX_BODY_BYTES}")
     return packed
@@ -387,12 +429,14 @@ def iterate_tokens(message: Message) -> Iterator[TokenDelta]:
     for row in rows:
         try:
             request_id, seq, token_offset, num_tokens, text_bytes, finish_reason = row
-            id_end = id_at + 4 * num_tokens
-            text_end = text_at + text_bytes
         except (TypeError, ValueError):
-            raise ProtocolError(
-                "a TOKENS row is [id, seq, token_offset, num_tokens, text_bytes, finish_reason]"
-            ) from None
+            raise ProtocolError(_BAD_ROW) from None
+        if type(request_id) is not bytes or type(num_tokens) is not int or type(text_bytes) is not int:
+            raise ProtocolError(_BAD_ROW)
+        if type(seq) is not int or type(token_offset) is not int or type(finish_reason) not in (str, NoneType):
+            raise ProtocolError(_BAD_ROW)
+        id_end = id_at + 4 * num_tokens
+        text_end = text_at + text_bytes
         if not id_at <= id_end <= len(ids) or not text_at <= text_end <= len(texts):
             raise ProtocolError("TOKENS rows announce more ids or text than the raw frames hold")
         yield TokenDelta(request_id, seq, token_offset, ids[id_at:id_end], texts[text_at:text_end], finish_reason)

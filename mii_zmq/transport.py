@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket as stdlib_socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def bind_pair(context: zmq.Context[zmq.Socket[bytes]], path: Path) -> tuple[zmq.
     """The actor's end of the private channel to its engine, an ipc socket at `path`."""
     socket = context.socket(zmq.PAIR)
     _set_common(socket)
+    # A process that was stopped for a while must find its messages: no reconnection, which could lose some.
+    socket.set(zmq.HEARTBEAT_IVL, 0)
     return socket, _bind(socket, ipc_endpoint(path))
 
 
@@ -82,6 +85,8 @@ def connect_pair(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.
     """The engine's end of the private channel."""
     socket = context.socket(zmq.PAIR)
     _set_common(socket)
+    # A process that was stopped for a while must find its messages: no reconnection, which could lose some.
+    socket.set(zmq.HEARTBEAT_IVL, 0)
     socket.connect(endpoint)
     return socket
 
@@ -158,7 +163,11 @@ class AsyncSocket:
                     return
                 raise
             if not self._is_router or is_own_routing_id(frames[0]):
-                self._on_message(frames)
+                try:
+                    self._on_message(frames)
+                except BaseException:
+                    self._schedule()
+                    raise
         self._schedule()
 
 
@@ -220,6 +229,9 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    if _has_listener(endpoint):
+        socket.close(linger=0)
+        raise ConfigError(f"cannot listen on {endpoint}: another process does; choose another path")
     try:
         if endpoint.startswith("tcp://") and endpoint.endswith(":0"):
             socket.bind(endpoint[:-2] + ":*")
@@ -229,3 +241,15 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
         socket.close(linger=0)
         raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; choose another address or port") from None
     return bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+
+def _has_listener(endpoint: str) -> bool:
+    """True when a live process listens on an ipc endpoint: zmq would replace its socket file without a word."""
+    if not endpoint.startswith("ipc://"):
+        return False
+    with stdlib_socket.socket(stdlib_socket.AF_UNIX, stdlib_socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(endpoint.removeprefix("ipc://"))
+        except OSError:
+            return False
+        return True

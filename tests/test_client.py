@@ -13,7 +13,15 @@ import pytest
 
 from mii_zmq import protocol, transport
 from mii_zmq.client import AsyncClient, BackgroundLoop, Generation, fan_out
-from mii_zmq.errors import BrokerUnavailable, Cancelled, InternalError, Overloaded, ProtocolError, RequestTooLarge
+from mii_zmq.errors import (
+    BrokerUnavailable,
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    ProtocolError,
+    RequestTooLarge,
+)
 from mii_zmq.protocol import FinalBody, GenerateBody, GenerateHeader, Message, TokenDelta, TokenRows, Verb, Welcome
 from mii_zmq.sampling_params import SamplingParams
 
@@ -202,6 +210,11 @@ async def test_no_broker_at_all() -> None:
 async def test_too_large_a_request_is_refused_here(broker: ScriptedBroker, client: AsyncClient) -> None:
     with pytest.raises(RequestTooLarge):
         client.generate("m", GenerateBody(prompt="x" * (protocol.MAX_BODY_BYTES + 1)), stream=True)
+
+
+async def test_lone_surrogate_is_refused_here(broker: ScriptedBroker, client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        client.generate("m", GenerateBody(prompt="a\ud800"), stream=True)
 
 
 async def test_status(broker: ScriptedBroker, client: AsyncClient) -> None:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the broker remembers: clients, worker groups, deployments and requests. Data only, no decisions.
+
+An address is the tuple of routing frames in front of every message to a peer. It is a key and never shown: not in
+logs, not in STATUS, not to other peers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mii_zmq.broker.routing import WaitingQueue
+from mii_zmq.protocol import Load
+
+Address = tuple[bytes, ...]
+
+
+class ToClient(NamedTuple):
+    """Action: send this message to a client."""
+
+    address: Address
+    frames: Sequence[bytes]
+
+
+class ToWorker(NamedTuple):
+    """Action: send this message to a worker."""
+
+    address: Address
+    frames: Sequence[bytes]
+
+
+Action = ToClient | ToWorker
+
+
+class RequestState(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One connection, from its first message until it is gone."""
+
+    number: int
+    address: Address
+    last_seen: float
+    said_hello: bool = False
+    """Only then it sends heartbeats, and its silence means something."""
+    name: str = ""
+    batch: bool = False
+    credit: int = 0
+    requests: dict[bytes, Request] = field(default_factory=dict)
+    last_asked: float = 0.0
+
+    @property
+    def is_one_shot(self) -> bool:
+        """A REQ socket (its messages carry an empty delimiter): exactly one reply per message."""
+        return len(self.address) > 1
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One registered incarnation of a worker group."""
+
+    name: str
+    incarnation: bytes
+    address: Address
+    deployment: Deployment
+    max_requests: int
+    max_model_len: int
+    info: dict[str, Any]
+    registered_at: float
+    last_seen: float
+    is_draining: bool = False
+    load: Load = field(default_factory=Load)
+    requests: dict[bytes, Request] = field(default_factory=dict)
+    barred: dict[bytes, float] = field(default_factory=dict)
+    """Request ids that may not be sent here, and since when: cancelled, and the last word on them not yet heard."""
+    outstanding_tokens: int = 0
+    """Estimated tokens of the requests here that were not forwarded yet."""
+    unaccounted_tokens: int = 0
+    """What the last heartbeat reported beyond that: another broker's requests, or estimates that were too low."""
+    last_picked: int = 0
+    last_asked: float = 0.0
+
+    @property
+    def has_room(self) -> bool:
+        return not self.is_draining and len(self.requests) < self.max_requests
+
+
+@dataclass(slots=True, eq=False)
+class Deployment:
+    """A name under which groups serve; remembered after its last group is gone."""
+
+    name: str
+    last_ready: float
+    """When a group last stood ready; kept up to date by every tick and every loss."""
+    groups: dict[str, Group] = field(default_factory=dict)
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
+    num_finished: int = 0
+    """Since the last tick."""
+    finished_per_s: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return any(not group.is_draining for group in self.groups.values())
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An accepted request; it ends with exactly one terminal message, unless its client is gone."""
+
+    request_id: bytes
+    client: Client
+    deployment: Deployment
+    header: dict[str, Any]
+    """As the client sent it, unknown keys included."""
+    body: bytes
+    raw: Sequence[bytes]
+    stream: bool
+    priority: int
+    order: int
+    """Number of admission: a retried request stands in front of everything that came later."""
+    accepted_at: float
+    remaining_tokens: int
+    """Estimate, minus what was forwarded."""
+    num_bytes: int
+    deadline: float | None = None
+    credit: int = 0
+    """TOKENS messages that the client granted and has not been sent; accounted, not enforced."""
+    state: RequestState = RequestState.WAITING
+    group: Group | None = None
+    assigned_at: float = 0.0
+    attempt: int = 0
+    next_seq: int = 0
+    token_ids: bytearray = field(default_factory=bytearray)
+    """All ids forwarded so far (int32, little endian): what a continuation elsewhere has to be given."""
+    finish_reason: str = ""
+
+    @property
+    def num_forwarded(self) -> int:
+        return len(self.token_ids) // 4
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start of the broker; STATUS shows them all."""
+
+    accepted: int = 0
+    refused: int = 0
+    retries: int = 0
+    cancelled: int = 0
+    forwarded_tokens: int = 0
+    forwarded_messages: int = 0
+    dropped_rows: int = 0
+    """Rows and terminal messages for requests that ended, or that run elsewhere by now."""
+    fenced: int = 0
+    """Messages of workers that were not registered."""
+    malformed: int = 0
+    groups_lost: int = 0
+    clients_lost: int = 0
+    router_full: int = 0
+    router_unroutable: int = 0
+    slow_peers: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)

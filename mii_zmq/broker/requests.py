@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a request in the broker: accepted, waiting, running on a group, retried, ended. Pure: actions come out.
+
+Invariants: an accepted request leaves by exactly one of `finish`, `fail` (or `fail_with`) and `cancel`, which send its
+client, if it is still there, the one terminal message; no group is given more than its `max_requests`; a request whose
+rows were forwarded is never started again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mii_zmq.broker.records import (
+    Action,
+    Client,
+    Counters,
+    Deployment,
+    Group,
+    Request,
+    RequestState,
+    ToClient,
+    ToWorker,
+)
+from mii_zmq.broker.routing import choose_group, estimate_tokens, retry_after_ms
+from mii_zmq.errors import DeadlineExceeded, MiiError, NoWorkers, Overloaded, WorkerLost
+from mii_zmq.protocol import NO_ID, GenerateHeader, Message, Verb, encode
+
+RECENTLY_READY_S = 10.0
+"""Requests wait that long for a group after the deployment's last one went away; then they are refused."""
+DEADLINE_GRACE_S = 2.0
+"""A worker ends its requests at their deadlines; the broker does it that much later, should the worker not."""
+CANCEL_ANSWER_S = 60.0
+"""A worker that has not ended a cancelled request by then is not waited for any longer."""
+MAX_HELD_BYTES = 2**30
+"""Bodies and raw frames of unfinished requests, all together."""
+_DEADLINE_TEXT = "the request's deadline passed before it finished"
+KNOWN_REASONS = frozenset(("stop", "length", "cancelled", "error"))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds that the broker's configuration sets."""
+
+    max_queued_requests: int
+    max_client_requests: int
+    max_attempts: int
+    max_held_bytes: int = MAX_HELD_BYTES
+
+
+class Requests:
+    """All unfinished requests, and the only place where their state changes."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self.deployments: dict[str, Deployment] = {}
+        self.by_id: dict[bytes, Request] = {}
+        self.actions: list[Action] = []
+        """Collected here by every part of the state; taken out after each event."""
+        self.held_bytes = 0
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._num_admitted = 0
+        self._num_picked = 0
+
+    # Ways in.
+
+    def check_room(self, client: Client, deployment: Deployment, num_bytes: int, now: float) -> None:
+        """Raises NoWorkers or Overloaded when a new request cannot be accepted."""
+        if not deployment.is_ready and now - deployment.last_ready > RECENTLY_READY_S:
+            raise NoWorkers(
+                f"no worker group of deployment {deployment.name!r} is there; start one, or try again later",
+                retry_after_ms=1000,
+            )
+        retry_ms = retry_after_ms(len(deployment.queue), deployment.finished_per_s)
+        if len(client.requests) >= self.limits.max_client_requests:
+            raise Overloaded(
+                f"this connection has {len(client.requests)} unfinished requests, the most that are allowed",
+                retry_after_ms=retry_ms,
+            )
+        if len(deployment.queue) >= self.limits.max_queued_requests:
+            raise Overloaded(
+                f"{len(deployment.queue)} requests wait for deployment {deployment.name!r}, the most that are allowed",
+                retry_after_ms=retry_ms,
+            )
+        if self.held_bytes + num_bytes > self.limits.max_held_bytes:
+            raise Overloaded("the broker holds as many bytes of unfinished requests as it may", retry_after_ms=retry_ms)
+
+    def accept(
+        self, client: Client, deployment: Deployment, header: GenerateHeader, message: Message, now: float
+    ) -> Request:
+        """Take a request in; the caller has checked everything."""
+        num_bytes = len(message.body) + sum(map(len, message.raw))
+        num_resumed = len(message.raw[0]) // 4 if message.raw else 0
+        self._num_admitted += 1
+        request = Request(
+            request_id=message.request_id,
+            client=client,
+            deployment=deployment,
+            header=message.header,
+            body=message.body,
+            raw=message.raw,
+            stream=header.stream,
+            priority=header.priority,
+            order=self._num_admitted,
+            accepted_at=now,
+            remaining_tokens=estimate_tokens(header.num_tokens, len(message.body), num_resumed),
+            num_bytes=num_bytes,
+            credit=client.credit,
+        )
+        self.by_id[request.request_id] = request
+        client.requests[request.request_id] = request
+        self.held_bytes += num_bytes
+        self.counters.accepted += 1
+        if header.deadline_ms is not None:
+            request.deadline = now + header.deadline_ms / 1000
+            heapq.heappush(self._deadlines, (request.deadline, request.order, request))
+        if request.stream:
+            self.actions.append(ToClient(client.address, encode(Verb.ACCEPTED, request.request_id)))
+        deployment.queue.push(request)
+        self.dispatch(deployment, now)
+        return request
+
+    def forgive(self, now: float) -> None:
+        """The broker itself was stopped; groups that are missing had no chance to come back."""
+        for deployment in self.deployments.values():
+            deployment.last_ready = now
+
+    def dispatch(self, deployment: Deployment, now: float) -> None:
+        """Give waiting requests to groups, as long as there is room."""
+        queue = deployment.queue
+        held_back: list[Request] = []
+        while queue:
+            request = queue.first()
+            if request.deadline is not None and request.deadline <= now:
+                self._reject(request, DeadlineExceeded(_DEADLINE_TEXT))
+                continue
+            group = choose_group(deployment.groups.values(), request.request_id)
+            if group is not None:
+                queue.pop()
+                self._assign(request, group, now)
+            elif any(other.has_room for other in deployment.groups.values()):
+                # Only its own id is in the way, still being cancelled where there is room; others may pass.
+                held_back.append(queue.pop())
+            else:
+                break
+        for request in held_back:
+            queue.push(request)
+
+    def _assign(self, request: Request, group: Group, now: float) -> None:
+        request.state = RequestState.RUNNING
+        request.group = group
+        request.assigned_at = now
+        group.requests[request.request_id] = request
+        group.outstanding_tokens += request.remaining_tokens
+        self._num_picked += 1
+        group.last_picked = self._num_picked
+        header: dict[str, Any] = {**request.header, "client": request.client.number, "attempt": request.attempt}
+        if request.deadline is not None:
+            header["deadline_ms"] = max(1, round((request.deadline - now) * 1000))
+        frames = encode(Verb.GENERATE, request.request_id, header, request.body, request.raw)
+        self.actions.append(ToWorker(group.address, frames))
+
+    # Ways out.
+
+    def finish(self, request: Request, frames: Sequence[bytes], reason: str, now: float) -> None:
+        """The worker's FINAL: pass it on untouched."""
+        self._end(request)
+        self.counters.finished[reason if reason in KNOWN_REASONS else "other"] += 1
+        request.deployment.num_finished += 1
+        self.actions.append(ToClient(request.client.address, frames))
+        self.dispatch(request.deployment, now)
+
+    def fail(self, request: Request, error: MiiError, now: float, **overrides: Any) -> None:
+        """End a request with an error of the broker's own."""
+        self._reject(request, error, **overrides)
+        self.dispatch(request.deployment, now)
+
+    def _reject(self, request: Request, error: MiiError, **overrides: Any) -> None:
+        error.emitted_tokens = request.num_forwarded
+        self.fail_with(request, encode(Verb.ERROR, request.request_id, {**error.to_wire(), **overrides}), error.code)
+
+    def fail_with(self, request: Request, frames: Sequence[bytes], code: str) -> None:
+        """End a request with an encoded ERROR; the caller dispatches."""
+        self._end(request)
+        self.counters.errors[code] += 1
+        self.actions.append(ToClient(request.client.address, frames))
+
+    def cancel(self, requests: Iterable[Request], error: MiiError | None, now: float) -> None:
+        """End requests at the client's wish: the groups are told, the client gets `error` (None: it is gone)."""
+        by_group: dict[Group, list[bytes]] = {}
+        touched: dict[str, Deployment] = {}
+        for request in list(requests):
+            if request.group is not None:
+                by_group.setdefault(request.group, []).append(request.request_id)
+            touched[request.deployment.name] = request.deployment
+            self.counters.cancelled += 1
+            if error is None:
+                self._end(request)
+            else:
+                self._reject(request, error)
+        for group, request_ids in by_group.items():
+            self.cancel_at(group, request_ids, now)
+        for deployment in touched.values():
+            self.dispatch(deployment, now)
+
+    def cancel_at(self, group: Group, request_ids: Sequence[bytes], now: float) -> None:
+        """Tell a group to end requests; until it has, their ids are not sent there again."""
+        group.barred.update(dict.fromkeys(request_ids, now))
+        if len(request_ids) == 1:
+            frames = encode(Verb.CANCEL, request_ids[0])
+        else:
+            frames = encode(Verb.CANCEL, NO_ID, {"request_ids": list(request_ids)})
+        self.actions.append(ToWorker(group.address, frames))
+
+    def lose(self, requests: Iterable[Request], why: str, now: float) -> None:
+        """Their group is gone. Without output they go to another one, else they end; the caller dispatches."""
+        for request in sorted(requests, key=lambda r: r.order):
+            if request.next_seq:
+                self.fail(request, WorkerLost(f"the worker group was lost after output was delivered: {why}"), now)
+            else:
+                self.retry(request, why, now)
+
+    def retry(self, request: Request, why: str, now: float, *, counts: bool = True) -> None:
+        """Take a request from its group and queue it again; `counts` is False when the group merely declined it."""
+        self._release(request)
+        request.attempt += counts
+        if request.attempt >= self.limits.max_attempts:
+            text = f"{request.attempt} worker groups in turn were lost with this request; the last one: {why}"
+            self.fail(request, WorkerLost(text), now, retryable=False)
+            return
+        self.counters.retries += 1
+        request.deployment.queue.push(request)
+
+    def _release(self, request: Request) -> None:
+        group, request.group = request.group, None
+        request.state = RequestState.WAITING
+        if group is not None:
+            del group.requests[request.request_id]
+            group.outstanding_tokens -= request.remaining_tokens
+
+    def _end(self, request: Request) -> None:
+        if request.state is RequestState.WAITING:
+            # A request that is being retried is in neither place.
+            request.deployment.queue.discard(request)
+        self._release(request)
+        request.state = RequestState.FINISHED
+        del self.by_id[request.request_id]
+        del request.client.requests[request.request_id]
+        self.held_bytes -= request.num_bytes
+
+    # The clock.
+
+    def tick(self, now: float, elapsed_s: float) -> None:
+        self._expire(now)
+        for deployment in self.deployments.values():
+            rate = deployment.num_finished / elapsed_s if elapsed_s > 0 else 0.0
+            share = min(1.0, elapsed_s / 5)
+            deployment.finished_per_s += share * (rate - deployment.finished_per_s)
+            deployment.num_finished = 0
+            if deployment.is_ready:
+                deployment.last_ready = now
+            elif deployment.queue and now - deployment.last_ready > RECENTLY_READY_S:
+                self._refuse_waiting(deployment, now)
+            for group in deployment.groups.values():
+                for request_id in [i for i, since in group.barred.items() if now - since > CANCEL_ANSWER_S]:
+                    del group.barred[request_id]
+            self.dispatch(deployment, now)
+
+    def _refuse_waiting(self, deployment: Deployment, now: float) -> None:
+        text = f"no worker group of deployment {deployment.name!r} came back within {RECENTLY_READY_S:.0f} s"
+        for request in sorted(deployment.queue, key=lambda r: r.order):
+            self.fail(request, NoWorkers(text, retry_after_ms=1000), now)
+
+    def _expire(self, now: float) -> None:
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            due, order, request = heapq.heappop(deadlines)
+            if request.state is RequestState.FINISHED:
+                continue
+            if request.group is None:
+                self.fail(request, DeadlineExceeded(_DEADLINE_TEXT), now)
+            elif request.deadline is not None and now < request.deadline + DEADLINE_GRACE_S:
+                heapq.heappush(deadlines, (max(due, request.deadline + DEADLINE_GRACE_S), order, request))
+            else:
+                self.cancel_at(request.group, [request.request_id], now)
+                self.fail(request, DeadlineExceeded(_DEADLINE_TEXT), now)
+        if len(deadlines) > 2 * len(self.by_id) + 1024:
+            self._deadlines = [entry for entry in deadlines if entry[2].state is not RequestState.FINISHED]
+            heapq.heapify(self._deadlines)

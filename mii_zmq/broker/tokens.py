@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The path of every generated token through the broker. Pure: actions come out.
+
+A message whose rows are all current and belong to one client that takes batches goes out as it came, its frames
+untouched. Otherwise the rows that count are sent on, one message each for a plain client. All rows are checked before
+the first one has any effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mii_zmq.broker.records import Client, Group, Request, ToClient
+from mii_zmq.broker.requests import Requests
+from mii_zmq.errors import WorkerLost
+from mii_zmq.protocol import Message, TokenDelta, TokenRows, iterate_tokens
+
+
+def forward_tokens(requests: Requests, group: Group, message: Message, frames: Sequence[bytes], now: float) -> None:
+    """Account the rows of a TOKENS message and pass them on; raises ProtocolError when they do not add up."""
+    deltas = list(iterate_tokens(message))
+    running = group.requests
+    counters = requests.counters
+    current: list[tuple[Request, TokenDelta]] = []
+    gaps: dict[bytes, Request] = {}
+    for delta in deltas:
+        request = running.get(delta.request_id)
+        if request is None or not request.stream or delta.seq < request.next_seq or delta.request_id in gaps:
+            continue
+        if delta.seq > request.next_seq:
+            gaps[delta.request_id] = request
+            continue
+        _account(request, group, delta)
+        current.append((request, delta))
+    counters.dropped_rows += len(deltas) - len(current)
+    if current:
+        counters.forwarded_tokens += sum(len(delta.token_ids) for _, delta in current) // 4
+        client = current[0][0].client
+        if client.batch and len(current) == len(deltas) and all(request.client is client for request, _ in current):
+            counters.forwarded_messages += 1
+            requests.actions.append(ToClient(client.address, frames))
+        else:
+            _split(requests, current)
+    for request in gaps.values():
+        requests.cancel_at(group, [request.request_id], now)
+        requests.fail(request, WorkerLost("a part of the output was lost between worker and broker"), now)
+
+
+def _account(request: Request, group: Group, delta: TokenDelta) -> None:
+    request.next_seq += 1
+    request.credit -= 1
+    request.token_ids += delta.token_ids
+    num_tokens = min(len(delta.token_ids) // 4, request.remaining_tokens)
+    request.remaining_tokens -= num_tokens
+    group.outstanding_tokens -= num_tokens
+    if delta.finish_reason is not None:
+        request.finish_reason = delta.finish_reason
+
+
+def _split(requests: Requests, current: list[tuple[Request, TokenDelta]]) -> None:
+    """One message per batching client, one per row for the others."""
+    batches: dict[Client, TokenRows] = {}
+    for request, delta in current:
+        rows = batches.setdefault(request.client, TokenRows()) if request.client.batch else TokenRows()
+        rows.add(delta)
+        if not request.client.batch:
+            requests.counters.forwarded_messages += 1
+            requests.actions.append(ToClient(request.client.address, rows.to_frames()))
+    for client, rows in batches.items():
+        requests.counters.forwarded_messages += 1
+        requests.actions.append(ToClient(client.address, rows.to_frames()))

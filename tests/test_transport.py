@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The socket policy on real sockets: gone and full peers, own routing ids, taken endpoints, the asyncio bridge."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from mii_zmq import transport
+from mii_zmq.errors import ConfigError
+from mii_zmq.transport import AsyncSocket, BlockingSocket, PeerFull, PeerGone
+
+TIMEOUT_S = 10
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    context = transport.make_context()
+    yield context
+    transport.close_context(context)
+
+
+async def send(channel: AsyncSocket, frames: list[bytes]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            try:
+                return channel.send(frames)
+            except PeerFull:
+                await asyncio.sleep(0.005)
+
+
+async def test_router_and_dealer_exchange_messages(context: Any) -> None:
+    router, endpoint = transport.bind_router(context, "tcp://127.0.0.1:0")
+    assert int(endpoint.rsplit(":", 1)[1]) > 0
+    asked: asyncio.Queue[list[bytes]] = asyncio.Queue()
+    answered: asyncio.Queue[list[bytes]] = asyncio.Queue()
+    server = AsyncSocket(router, asked.put_nowait)
+    client = AsyncSocket(transport.connect_dealer(context, endpoint), answered.put_nowait)
+    for number in range(600):
+        await send(client, [b"%d" % number, b""])
+    for number in range(600):
+        peer, *frames = await asyncio.wait_for(asked.get(), TIMEOUT_S)
+        assert frames == [b"%d" % number, b""]
+        server.send([peer, b"answer"])
+    for _ in range(600):
+        assert await asyncio.wait_for(answered.get(), TIMEOUT_S) == [b"answer"]
+    client.close()
+    server.close()
+
+
+async def test_unknown_peer_is_gone(context: Any) -> None:
+    router, _ = transport.bind_router(context, "tcp://127.0.0.1:0")
+    server = AsyncSocket(router, lambda frames: None)
+    with pytest.raises(PeerGone):
+        server.send([b"\0\1\2\3\4", b"x"])
+    server.close()
+    with pytest.raises(PeerGone):
+        server.send([b"\0\1\2\3\4", b"x"])
+
+
+async def test_dealer_without_connection_is_full(context: Any, tmp_path: Path) -> None:
+    client = AsyncSocket(transport.connect_dealer(context, f"ipc://{tmp_path}/nobody"), lambda frames: None)
+    with pytest.raises(PeerFull):
+        client.send([b"x"])
+    client.close(linger_ms=0)
+
+
+async def test_messages_of_peers_with_ids_of_their_own_are_dropped(context: Any) -> None:
+    router, endpoint = transport.bind_router(context, "tcp://127.0.0.1:0")
+    received: asyncio.Queue[list[bytes]] = asyncio.Queue()
+    server = AsyncSocket(router, received.put_nowait)
+    stranger = context.socket(zmq.DEALER)
+    stranger.set(zmq.ROUTING_ID, b"chosen")
+    stranger.connect(endpoint)
+    stranger.send(b"dropped")
+    client = AsyncSocket(transport.connect_dealer(context, endpoint), lambda frames: None)
+    await send(client, [b"kept"])
+    assert (await asyncio.wait_for(received.get(), TIMEOUT_S))[1:] == [b"kept"]
+    assert received.empty()
+    for socket in (client, server):
+        socket.close(linger_ms=0)
+    stranger.close(linger=0)
+
+
+async def test_callback_that_raises_does_not_stop_the_socket(context: Any) -> None:
+    router, endpoint = transport.bind_router(context, "tcp://127.0.0.1:0")
+    received: asyncio.Queue[bytes] = asyncio.Queue()
+    problems: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, problem: problems.append(problem["exception"]))
+
+    def on_message(frames: list[bytes]) -> None:
+        received.put_nowait(frames[1])
+        if frames[1] == b"bad":
+            raise ValueError("boom")
+
+    server = AsyncSocket(router, on_message)
+    client = AsyncSocket(transport.connect_dealer(context, endpoint), lambda frames: None)
+    for frame in (b"bad", b"bad", b"good"):
+        await send(client, [frame])
+    assert [await asyncio.wait_for(received.get(), TIMEOUT_S) for _ in range(3)] == [b"bad", b"bad", b"good"]
+    assert len(problems) == 2
+    client.close()
+    server.close()
+
+
+def test_pair_over_ipc(context: Any, tmp_path: Path) -> None:
+    bound, endpoint = transport.bind_pair(context, tmp_path / "p")
+    near, far = BlockingSocket(bound), BlockingSocket(transport.connect_pair(context, endpoint))
+    assert near.receive() is None
+    assert near.receive(1) is None
+    far.send([b"a", b"b"])
+    assert near.receive(10_000) == [b"a", b"b"]
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_taken_endpoint(context: Any, tmp_path: Path, kind: str) -> None:
+    first, endpoint = transport.bind_router(context, "tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{tmp_path}/e")
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        transport.bind_router(context, endpoint)
+    first.close(linger=0)
+
+
+def test_socket_file_left_by_a_killed_process_is_no_obstacle(context: Any, tmp_path: Path) -> None:
+    import socket
+
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(tmp_path / "e"))
+    stale.close()
+    bound, endpoint = transport.bind_router(context, f"ipc://{tmp_path}/e")
+    bound.close(linger=0)
+    transport.remove_socket_file(endpoint)
+    transport.remove_socket_file(endpoint)
+    assert not (tmp_path / "e").exists()
+
+
+def test_long_socket_path() -> None:
+    with pytest.raises(ConfigError, match="MII_ZMQ_RUN_DIR"):
+        transport.ipc_endpoint(Path("/tmp") / ("x" * 120))
+
+
+def test_routing_ids() -> None:
+    assert transport.is_own_routing_id(b"\0\1\2\3\4")
+    assert not transport.is_own_routing_id(b"hello")
+    assert not transport.is_own_routing_id(b"\0\1\2\3")
+
+
+@pytest.mark.slow
+def test_slow_peer_is_full_and_others_are_not(context: Any) -> None:
+    router, endpoint = transport.bind_router(context, "tcp://127.0.0.1:0")
+    slow, fast = (context.socket(zmq.DEALER) for _ in range(2))
+    for dealer in (slow, fast):
+        dealer.set(zmq.RCVHWM, 1)
+        dealer.connect(endpoint)
+        dealer.send(b"hello")
+    peers = [router.recv_multipart()[0] for _ in range(2)]
+    slow_id = peers[0]
+
+    def fill() -> None:
+        for _ in range(200_000):
+            router.send_multipart([slow_id, bytes(4000)], zmq.DONTWAIT)
+
+    with pytest.raises(zmq.Again):
+        fill()
+    router.send_multipart([peers[1], b"still works"], zmq.DONTWAIT)
+    for dealer in (slow, fast, router):
+        dealer.close(linger=0)

@@ -4,7 +4,8 @@
 Pure data, standard library only. A `StepPlan` carries full data for sequences that are new to the executor and only
 differences for known ones, so that it can be sent to other ranks as bytes (`StepPlan.to_wire`). The executor keeps
 one row of state per slot: token ids, block table, sampling state. A plan is applied in this order: `freed_slots`,
-`copies`, `new`, then the forward pass over `rows`.
+`copies`, `new`, then the forward pass over `rows`. Slot changes count as applied even when the forward pass fails; when
+`Executor.submit` itself raises, nothing was applied and the next plan carries the same number.
 """
 
 from __future__ import annotations
@@ -106,7 +107,12 @@ class NewSequence:
 
 @dataclass(slots=True)
 class StepRow:
-    """One sequence's share of a step: tokens [start, start + num_tokens) of its slot are computed."""
+    """One sequence's share of a step: tokens [start, start + num_tokens) of its slot are computed.
+
+    `start` is where the slot's earlier rows ended, or a later block boundary: then the first of `new_block_ids` hold
+    the tokens between, computed for another sequence with the same prefix (possibly in this very step, whose KV writes
+    precede its attention reads in every layer).
+    """
 
     slot: int
     start: int
@@ -180,6 +186,25 @@ class EngineLimits:
     token_budget: int
     """Tokens per step at most."""
     eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for heartbeats and metrics; counters run since the engine started."""
+
+    step: int
+    """The last planned step."""
+    num_running: int
+    num_waiting: int
+    num_outstanding_tokens: int
+    """Prompt tokens to compute and output tokens to produce, at most, over all unfinished sequences."""
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_preemptions: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_prefix_evictions: int
 
 
 class PendingStep(Protocol):

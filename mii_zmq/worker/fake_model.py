@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language model of the fake executor: the next token is a pure function of the tokens so far.
+
+Byte-level (ids 0 to 255 are bytes, 256 is end-of-sequence), O(1) per token through a rolling hash. `generate` says
+what any engine around this model must produce for a request, however it batches, splits, preempts or resumes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
+
+EOS_TOKEN_ID = 256
+VOCAB_SIZE = 257
+
+ALPHABETS: dict[str, tuple[int, ...]] = {
+    "printable": tuple(range(0x20, 0x7F)),
+    "letters": tuple(range(0x61, 0x7B)),
+    "digits": tuple(range(0x30, 0x3A)),
+    "bytes": tuple(range(256)),
+}
+"""Sets of output tokens by name; all but 'bytes' make valid text."""
+
+_MASK = 2**64 - 1
+
+
+def extend_hash(value: int, token_id: int) -> int:
+    """The hash of a token sequence, one token longer."""
+    return ((value ^ (token_id + 1)) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """Token ids 0 to 255 are bytes, 256 is end-of-sequence."""
+
+    alphabet: tuple[int, ...] = ALPHABETS["printable"]
+    """Output tokens other than end-of-sequence."""
+    eos_after: int | None = None
+    """End-of-sequence is drawn once this many output tokens exist."""
+    eos_every: int | None = None
+    """End-of-sequence is drawn with a chance of 1 in this many, decided by the tokens so far."""
+
+    def next_token(self, hash_so_far: int, num_output_tokens: int, sampling: SamplingSpec) -> int:
+        """Greedy whatever `sampling` says, but stop ids are masked before `min_new_tokens`; a sequence that ignores
+        end-of-sequence (has no such stop id) never draws it, so that its text stays valid."""
+        value = (hash_so_far ^ (hash_so_far >> 29)) * 0xBF58476D1CE4E5B9 & _MASK
+        value ^= value >> 32
+        alphabet = self.alphabet
+        token_id = alphabet[value % len(alphabet)]
+        stop_token_ids = sampling.stop_token_ids
+        if stop_token_ids:
+            if num_output_tokens < sampling.min_new_tokens:
+                if token_id in stop_token_ids:
+                    allowed = [item for item in alphabet if item not in stop_token_ids] or [0]
+                    token_id = allowed[value % len(allowed)]
+            elif EOS_TOKEN_ID in stop_token_ids and self._draws_eos(value, num_output_tokens):
+                return EOS_TOKEN_ID
+        return token_id
+
+    def _draws_eos(self, value: int, num_output_tokens: int) -> bool:
+        if self.eos_after is not None and num_output_tokens >= self.eos_after:
+            return True
+        return self.eos_every is not None and (value >> 20) % self.eos_every == 0
+
+    def generate(self, request: SequenceRequest) -> list[int]:
+        """The output tokens of a request, resumed ones excluded: what any engine around this model must produce."""
+        hash_so_far, outputs = 0, list(request.resumed_token_ids)
+        for token_id in [*request.prompt_token_ids, *outputs]:
+            hash_so_far = extend_hash(hash_so_far, token_id)
+        while len(outputs) < request.max_new_tokens:
+            token_id = self.next_token(hash_so_far, len(outputs), request.sampling)
+            outputs.append(token_id)
+            hash_so_far = extend_hash(hash_so_far, token_id)
+            if token_id in request.sampling.stop_token_ids and len(outputs) > request.sampling.min_new_tokens:
+                break
+        return outputs[len(request.resumed_token_ids) :]

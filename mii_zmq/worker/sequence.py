@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one sequence inside the scheduler, and the queues that keep sequences in order.
+
+Token counts under the overlapped loop: `token_ids` holds what the host knows; `num_in_flight` tokens more have been
+planned (the executor has or will have them in its slot) and are learnt when their step's result is read.
+`num_computed_tokens` runs ahead likewise: it counts the tokens whose KV is written once every planned step has run.
+Knows nothing of budgets or blocks beyond its own table.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mii_zmq.errors import InternalError, InvalidRequest, PromptTooLong
+from mii_zmq.worker.plan import EngineLimits, NewSequence, SamplingSpec, SequenceRequest, StepPlan, StepRow
+
+PRIORITY_STEP_S = 10.0
+"""One level of priority counts as much as having arrived this much earlier, so that every wait is bounded."""
+MAX_PRIORITY = 16
+"""Priorities beyond +-16 count as +-16."""
+
+OrderKey = tuple[float, int]
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    """Holds no slot and no block: new, or preempted."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One token stream. Mutated by the scheduler only."""
+
+    seq_id: int
+    sampling: SamplingSpec
+    token_ids: list[int]
+    """Known tokens: prompt, resumed and produced ones."""
+    num_prompt_tokens: int
+    max_tokens: int
+    """Length at which the sequence ends: prompt and `max_new_tokens`."""
+    stop_token_ids: frozenset[int]
+    min_new_tokens: int
+    arrival: float
+    deadline: float | None
+    order_key: OrderKey
+    """Smaller is served first: arrival, moved by priority; the second part breaks ties."""
+    root_hash: bytes = b""
+    state: SequenceState = SequenceState.WAITING
+    in_prefill: bool = False
+    """Running, with known tokens left to compute before the next one can be drawn."""
+    slot: int = -1
+    is_held: bool = False
+    """The executor holds the slot, so it must be told when the slot is freed."""
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks of `token_ids`, as far as they were needed."""
+    num_registered_blocks: int = 0
+    """Leading blocks of the table that have been offered to the prefix cache."""
+    num_reserved_blocks: int = 0
+    """Blocks that the rest of a partly computed prompt will need; set aside in the pool."""
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_expected_tokens: int = 0
+    """While waiting: prompt tokens to compute, as estimated from the prefix cache when it was queued."""
+    num_cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache, until the first output has reported them."""
+    has_emitted: bool = False
+    has_run: bool = False
+    """It was preempted or restarted: nobody may be admitted before it."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is SequenceState.FINISHED
+
+    @property
+    def num_tokens(self) -> int:
+        """Known and in-flight tokens."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens, resumed ones included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Of a prompt (or a preempted sequence): known tokens that no step has been planned for."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def finish_reason(self) -> str | None:
+        """Why the known tokens end the sequence: 'stop', 'length' or None."""
+        # The last token counts as an end only if enough others existed when it was drawn.
+        if self.num_output_tokens > self.min_new_tokens and self.token_ids[-1] in self.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_tokens else None
+
+
+def make_sequence(request: SequenceRequest, limits: EngineLimits, now: float, number: int) -> Sequence:
+    """Check a request against what the engine can ever hold and make its sequence.
+
+    Raises:
+        PromptTooLong: prompt, or prompt plus output, exceeds the model's context or the whole KV pool.
+        InvalidRequest: empty prompt, token ids outside the vocabulary, impossible counts.
+    """
+    prompt, resumed = request.prompt_token_ids, request.resumed_token_ids
+    if not prompt:
+        raise InvalidRequest("the prompt holds no tokens; send at least one", param="prompt")
+    if request.max_new_tokens < 1:
+        raise InvalidRequest(f"max_new_tokens is {request.max_new_tokens}, allowed: at least 1", param="max_new_tokens")
+    if len(resumed) > request.max_new_tokens:
+        raise InvalidRequest(
+            f"resume holds {len(resumed)} tokens, more than max_new_tokens ({request.max_new_tokens})", param="resume"
+        )
+    _check_lengths(request, limits)
+    _check_token_ids(prompt, limits.vocab_size, "prompt")
+    _check_token_ids(resumed, limits.vocab_size, "resume")
+    level = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
+    sampling = request.sampling
+    return Sequence(
+        seq_id=request.seq_id,
+        sampling=sampling,
+        token_ids=[*prompt, *resumed],
+        num_prompt_tokens=len(prompt),
+        max_tokens=len(prompt) + request.max_new_tokens,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        min_new_tokens=sampling.min_new_tokens,
+        arrival=now,
+        deadline=None if request.deadline_s is None else now + request.deadline_s,
+        order_key=(now + level * PRIORITY_STEP_S, number),
+    )
+
+
+def _check_lengths(request: SequenceRequest, limits: EngineLimits) -> None:
+    pool_tokens = limits.num_blocks * limits.block_size
+    num_prompt, num_new = len(request.prompt_token_ids), request.max_new_tokens
+    for limit, name in ((limits.max_model_len, "the model's context"), (pool_tokens, "the whole KV pool")):
+        if num_prompt + 1 > limit:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt} tokens, but {name} holds {limit} with room for one output token; "
+                "shorten the prompt",
+                param="prompt",
+            )
+        if num_prompt + num_new > limit:
+            raise PromptTooLong(
+                f"{num_prompt} prompt tokens and max_new_tokens {num_new} make {num_prompt + num_new}, but {name} "
+                f"holds {limit}; ask for at most {limit - num_prompt} output tokens",
+                param="max_new_tokens",
+            )
+
+
+def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    try:
+        packed = array("i", token_ids)
+    except (TypeError, OverflowError):
+        raise InvalidRequest(f"{param} must hold token ids from 0 to {vocab_size - 1}", param=param) from None
+    if packed and not 0 <= min(packed) <= max(packed) < vocab_size:
+        wrong = next(token_id for token_id in packed if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(f"{param} holds token id {wrong}, allowed: 0 to {vocab_size - 1}", param=param)
+
+
+class SequenceQueue:
+    """Sequences sorted by a key that must not change while they are in it. O(log n) plus one memory move."""
+
+    __slots__ = ("_items", "_key")
+
+    def __init__(self, key: Callable[[Sequence], Any]) -> None:
+        self._key = key
+        self._items: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._items)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return self._items[index]
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._items, sequence, key=self._key)
+
+    def remove(self, sequence: Sequence) -> None:
+        index = bisect_left(self._items, self._key(sequence), key=self._key)
+        if index == len(self._items) or self._items[index] is not sequence:
+            raise InternalError(f"sequence {sequence.seq_id} is not in the queue it should be in")
+        del self._items[index]
+
+    def clear(self) -> None:
+        self._items.clear()
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A prompt's share of the step in the making; it may grow while the step is planned."""
+
+    sequence: Sequence
+    row: StepRow
+    block_ids: list[int]
+    """Where the plan tells the executor of new blocks: in the row, or in the whole table of a new sequence."""
+
+
+@dataclass(slots=True, eq=False)
+class PlannedStep:
+    """What the scheduler remembers of a plan until its result is read."""
+
+    step: int
+    rows: list[StepRow] = field(default_factory=list)
+    sequences: list[Sequence | None] = field(default_factory=list)
+    """Parallel to `rows`. None: the sequence was restarted since, the row's result belongs to nobody."""
+    sampled: list[Sequence | None] = field(default_factory=list)
+    """Sequences of the rows with `sample`, in row order; None likewise."""
+    new: list[NewSequence] = field(default_factory=list)
+    new_sequences: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    copying_sequences: list[Sequence] = field(default_factory=list)
+    """Parallel to `copies`: who holds the destination."""
+    registered: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Blocks that became findable although this step, or one before it, has yet to write them."""
+    fresh_block_ids: set[int] = field(default_factory=set)
+    """Blocks that this step fills: they cannot be copied in the same step, since copies come before writes."""
+    freed_slots: list[int] = field(default_factory=list)
+
+    def to_plan(self) -> StepPlan:
+        return StepPlan(self.step, self.rows, self.new, self.freed_slots, self.copies)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence starts over: whatever this step yields for it is void."""
+        self.sequences = [None if item is sequence else item for item in self.sequences]
+        self.sampled = [None if item is sequence else item for item in self.sampled]
+
+    def blocks_written_for(self, sequences: set[Sequence]) -> set[int]:
+        return {block_id for sequence, block_id in self.registered if sequence in sequences}
+
+    def readers_by_copy(self, block_ids: set[int]) -> list[Sequence]:
+        pairs = zip(self.copies, self.copying_sequences, strict=True)
+        return [sequence for (source, _), sequence in pairs if source in block_ids]

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executor around a fake model that computes from what the pool and the batch hold, so that every effect of a
+plan can be read off its logits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from mii_zmq.config import EngineConfig
+from mii_zmq.errors import ConfigError, InternalError
+from mii_zmq.kernels import KvLayer
+from mii_zmq.worker.executor import MemoryBill, ModelExecutor, available_memory, load_executor
+from mii_zmq.worker.kv_pool import BlockShape, KvPool
+from mii_zmq.worker.models.decoder import ForwardBatch
+from mii_zmq.worker.plan import EngineLimits, NewSequence, SamplingSpec, StepPlan, StepRow
+from mii_zmq.worker.sampler import Sampler
+
+VOCAB = 97
+BLOCK = 4
+CPU = torch.device("cpu")
+
+
+class SummingModel:
+    """Writes each token's id into its KV cell; its next token is the sum of the sequence's cells, modulo VOCAB."""
+
+    def __init__(self) -> None:
+        self.poisoned: set[int] = set()
+        """Token ids whose sequences get NaN logits."""
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def forward(self, batch: ForwardBatch, kv_layers: Sequence[KvLayer]) -> torch.Tensor | None:
+        assert self.gate.wait(30)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        cells = kv_layers[0].cells
+        values = batch.token_ids.float()[:, None, None, None].expand(-1, 2, 1, 2)
+        cells[batch.mapping.block_ids, batch.mapping.offsets] = values
+        if batch.logit_rows is None:
+            return None
+        wanted = set(batch.logit_rows.tolist())
+        logits = []
+        layout = batch.layout
+        for row in range(layout.num_rows):
+            if int(layout.query_start_loc[row + 1]) - 1 not in wanted:
+                continue
+            ids = [
+                int(cells[layout.block_tables[row, p // BLOCK], p % BLOCK, 0, 0, 0])
+                for p in range(layout.seq_lens[row])
+            ]
+            one = torch.zeros(VOCAB)
+            one[sum(ids) % VOCAB] = 1.0
+            logits.append(torch.full_like(one, float("nan")) if self.poisoned & set(ids) else one)
+        return torch.stack(logits)
+
+
+def expected(token_ids: list[int], count: int) -> list[int]:
+    history = list(token_ids)
+    for _ in range(count):
+        history.append(sum(history) % VOCAB)
+    return history[len(token_ids) :]
+
+
+class Rig:
+    """An executor over a SummingModel, with step numbers counted."""
+
+    def __init__(self) -> None:
+        self.model = SummingModel()
+        self.pool = KvPool(np, BlockShape(1, 1, BLOCK, 2, torch.float32), 16)
+        limits = EngineLimits(VOCAB, 32, 16, BLOCK, max_sequences=4, token_budget=16)
+        bill = MemoryBill(0, self.pool.num_bytes, 16, 64)
+        self.executor = ModelExecutor(self.model, self.pool, Sampler(4, VOCAB, CPU), limits, bill, num_threads=1)
+        self.num_steps = 0
+
+    def submit(self, rows=(), new=(), freed=(), copies=()):  # type: ignore[no-untyped-def]
+        self.num_steps += 1
+        return self.executor.submit(StepPlan(self.num_steps, list(rows), list(new), list(freed), list(copies)))
+
+
+def new(slot: int, token_ids: list[int], block_ids: list[int]) -> NewSequence:
+    return NewSequence(slot, token_ids, len(token_ids), block_ids, SamplingSpec())
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.model.gate.set()
+    rig.executor.close()
+
+
+def test_drawn_ids_feed_the_next_step_before_the_host_reads_them(rig: Rig) -> None:
+    prompt = [3, 5, 7]
+    rig.model.gate.clear()
+    pending = [rig.submit([StepRow(1, 0, 3, True)], [new(1, prompt, [6])])]
+    pending += [rig.submit([StepRow(1, 3, 1, True)])]
+    pending += [rig.submit([StepRow(1, 4, 1, True, [2])])]
+    assert not any(step.done() for step in pending), "submit returns before the step has run"
+    rig.model.gate.set()
+    assert [token for step in pending for token in step.result().token_ids] == expected(prompt, 3)
+
+
+def test_results_come_in_the_plans_row_order(rig: Rig) -> None:
+    prompts = {0: list(range(9)), 1: [4], 2: [8, 8, 8], 3: [1] * 5}
+    blocks = {0: [0, 1, 2], 1: [3], 2: [4], 3: [5, 6]}
+    rig.submit([StepRow(0, 0, 8, False), StepRow(3, 0, 4, False)], [new(s, prompts[s], blocks[s]) for s in (0, 3)])
+    rows = [StepRow(2, 0, 3, True), StepRow(0, 8, 1, True), StepRow(1, 0, 1, True), StepRow(3, 4, 1, False)]
+    result = rig.submit(rows, [new(slot, prompts[slot], blocks[slot]) for slot in (1, 2)]).result()
+    assert result.token_ids == [expected(prompts[slot], 1)[0] for slot in (2, 0, 1)]
+    assert result.failed == {}
+
+
+def test_a_reused_slot_remembers_nothing(rig: Rig) -> None:
+    rig.submit([StepRow(0, 0, 6, True)], [new(0, [9] * 6, [1, 2])])
+    rig.submit([StepRow(0, 6, 1, True)])
+    first = rig.submit([StepRow(0, 0, 2, True)], [new(0, [5, 6], [3])], freed=[0])
+    second = rig.submit([StepRow(0, 2, 1, True)])
+    assert first.result().token_ids + second.result().token_ids == expected([5, 6], 2)
+
+
+def test_copy_on_write_leaves_the_source_alone(rig: Rig) -> None:
+    prompt = [2, 4, 6, 8, 10, 12]
+    rig.submit([StepRow(0, 0, 6, True)], [new(0, prompt, [1, 2])])
+    # A second sequence shares the full block and copies the partial one, then both go on.
+    twin = rig.submit(
+        [StepRow(0, 6, 1, True), StepRow(1, 5, 2, True)], [new(1, [*prompt, 40], [1, 9])], copies=[(2, 9)]
+    )
+    assert twin.result().token_ids == [expected(prompt, 2)[1], expected([*prompt, 40], 1)[0]]
+    assert rig.pool.slab[2, 0, 0, 0, :, 0].tolist()[:2] == [10.0, 12.0]
+
+
+def test_a_failing_step_raises_and_the_next_ones_run(rig: Rig) -> None:
+    rig.submit([StepRow(0, 0, 2, True)], [new(0, [1, 2], [0])]).result()
+    rig.model.error = RuntimeError("out of luck")
+    # The failed step's changes to the tables hold: the scheduler has made them too.
+    failed = rig.submit([StepRow(0, 2, 1, True), StepRow(1, 0, 3, True)], [new(1, [7, 7, 7], [4])])
+    with pytest.raises(RuntimeError, match="out of luck"):
+        failed.result()
+    again = rig.submit([StepRow(1, 0, 3, True)])
+    assert again.result().token_ids == expected([7, 7, 7], 1)
+    fresh = rig.submit([StepRow(0, 0, 2, True)], [new(0, [3, 4], [0])], freed=[0])
+    assert fresh.result().token_ids == expected([3, 4], 1)
+
+
+def test_non_finite_logits_fail_their_row_only(rig: Rig) -> None:
+    rig.model.poisoned = {13}
+    rows = [StepRow(0, 0, 2, True), StepRow(1, 0, 2, True), StepRow(2, 0, 2, True)]
+    result = rig.submit(rows, [new(0, [1, 2], [0]), new(1, [13, 2], [1]), new(2, [3, 4], [2])]).result()
+    assert list(result.failed) == [1]
+    assert "not finite" in result.failed[1]
+    assert (result.token_ids[0], result.token_ids[2]) == (3, 7)
+
+
+def test_a_block_begun_anew_holds_nothing_of_its_former_owner(rig: Rig) -> None:
+    rig.pool.slab.fill_(float("nan"))
+    rig.submit([StepRow(0, 0, 5, True)], [new(0, [1, 2, 3, 4, 5], [7, 8])]).result()
+    assert rig.pool.slab[[7, 8]].isfinite().all()
+    assert rig.pool.slab[8, 0, 0, 0, 1:].eq(0).all()
+
+
+def test_a_plan_without_rows_only_frees(rig: Rig) -> None:
+    rig.submit([StepRow(0, 0, 2, True)], [new(0, [1, 2], [0])])
+    result = rig.submit(freed=[0]).result()
+    assert (result.step, result.token_ids, result.failed) == (2, [], {})
+
+
+def test_a_gap_in_the_plans_is_refused(rig: Rig) -> None:
+    rig.submit().result()
+    with pytest.raises(InternalError, match="step 5 follows step 1"):
+        rig.executor.submit(StepPlan(5, [])).result()
+
+
+def test_an_unknown_device_is_refused_at_load(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="cuda"):
+        load_executor(EngineConfig(model=str(tmp_path), device="cuda"))
+
+
+def test_available_memory_is_plausible() -> None:
+    assert 0 < available_memory() < 2**50

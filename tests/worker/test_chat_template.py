@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mii_zmq.errors import InvalidRequest
+from mii_zmq.tokenizer import FakeTokenizer
+from mii_zmq.worker.chat_template import MAX_RENDERED_CHARS, check_messages, render_chat
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def with_template(template: str | None, **special_tokens: str) -> FakeTokenizer:
+    tokenizer = FakeTokenizer()
+    tokenizer.chat_template = template
+    tokenizer.special_tokens = special_tokens
+    return tokenizer
+
+
+def render(template: str | None, messages: Any = HELLO, **special_tokens: str) -> str:
+    return render_chat(with_template(template, **special_tokens), messages)
+
+
+def test_chatml() -> None:
+    assert render(CHATML) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    closed = render_chat(with_template(CHATML), HELLO, add_generation_prompt=False)
+    assert closed == "<|im_start|>user\nhello<|im_end|>\n"
+
+
+def test_special_tokens_and_the_usual_globals() -> None:
+    assert render("{{ bos_token }}{{ eos_token is defined }}", bos_token="<s>") == "<s>False"
+    assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "hello"}]'
+    assert render("{{ {'b': '<é>', 'a': 1} | tojson(indent=1, sort_keys=true) }}") == '{\n "a": 1,\n "b": "<é>"\n}'
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("{% if tools %}tools{% endif %}{% if documents is none %}none{% endif %}") == "none"
+    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}") == "hello"
+    assert (
+        render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}")
+        == "1"
+    )
+
+
+def test_blocks_are_trimmed_as_templates_expect() -> None:
+    assert render("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "malformed"),
+        ("{{ messages[7].content.x }}", "refuses"),
+        ("{{ 1 / 0 }}", "refuses"),
+        ("{{ 'a' + 1 }}", "refuses"),
+        ("{{ range(10 ** 9) | list }}", "refuses"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% include 'x' %}", "refuses"),
+    ],
+)
+def test_refusals_are_invalid_requests(template: str | None, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        render(template)
+    assert caught.value.param == "messages"
+
+
+def test_output_is_limited() -> None:
+    size = MAX_RENDERED_CHARS // 99_000 + 2
+    template = "{% for i in range(99000) %}" + "x" * size + "{% endfor %}"
+    with pytest.raises(InvalidRequest, match="more than"):
+        render(template)
+
+
+def test_messages_are_normalised() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts, "name": "ann"}, {"role": "assistant", "content": "", "name": None}]
+    assert check_messages(messages) == [
+        {"role": "user", "content": "a\nb", "name": "ann"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ("hello", "messages"),
+        (None, "messages"),
+        ({"role": "user"}, "messages"),
+        ([], "messages"),
+        ([{"role": "user", "content": "x"}] * 5000, "messages"),
+        (["hello"], "messages[0]"),
+        ([*HELLO, {"content": "x"}], "messages[1].role"),
+        ([{"role": "king", "content": "x"}], "messages[0].role"),
+        ([{"role": 1, "content": "x"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+        ([*HELLO, *HELLO, {"role": "user"}], "messages[2].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": {"type": "text"}}], "messages[0].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": "a\ud800"}], "messages[0].content"),
+        ([{"role": "user", "content": "a", "contnet": "b"}], "messages[0].contnet"),
+        ([{"role": "user", "content": "a", "name": 1}], "messages[0].name"),
+    ],
+)
+def test_malformed_messages_name_the_place(messages: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_messages(messages)
+    assert caught.value.param == param
+    assert len(caught.value.message) < 300

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request inside the actor, from GENERATE to its terminal message: what of its output has been delivered.
+
+Turns the engine's rows into `TokenDelta`s (streamed) or collects them for FINAL (not streamed). Ids whose text is not
+certain yet are held and go out with the next text, at the latest with the finishing row. Knows no sockets, and of the
+engine only the rows it gives out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mii_zmq.errors import Cancelled, DeadlineExceeded, InternalError, MiiError, from_wire
+from mii_zmq.protocol import FinalBody, TokenDelta
+from mii_zmq.worker.engine_channel import OutputRow, ids_to_bytes
+from mii_zmq.worker.text import OutputProcessor, PreparedSequence
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """State of a request: `prepared` makes it ready for output, `take` consumes the engine's rows."""
+
+    request_id: bytes
+    link: int
+    """Which broker it came from."""
+    client: int
+    """The broker's number of the client connection."""
+    stream: bool
+    seq_id: int
+    started: float
+    """Monotonic time of arrival."""
+    is_cancelled: bool = False
+    """Nothing more is delivered; the engine's finishing row ends it."""
+    prompt_length: int = 0
+    num_cached_tokens: int = 0
+    _processor: OutputProcessor | None = None
+    _seq: int = 0
+    _num_delivered: int = 0
+    """Output tokens that the client has, resumed ones included."""
+    _held_ids: list[int] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+
+    def prepared(self, sequence: PreparedSequence) -> str | None:
+        """Take over the tokenized form; replays resumed tokens.
+
+        Returns the finish reason when the resumed tokens already hold everything, so that only the end is missing.
+        """
+        resumed = sequence.sequence.resumed_token_ids
+        self.prompt_length = sequence.prompt_length
+        self._processor = sequence.output_processor()
+        reason = self._processor.replay(resumed)
+        if self.stream:
+            self._num_delivered = len(resumed)
+        elif resumed:
+            # The answer is one piece: it holds the resumed tokens and their text as well.
+            ends_with_text = reason == "stop" and resumed[-1] not in sequence.sequence.sampling.stop_token_ids
+            text, _, _ = sequence.output_processor().push(resumed, None if ends_with_text else reason)
+            self._texts.append(text)
+            self._held_ids.extend(resumed)
+        return reason
+
+    def take(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[TokenDelta | None, str | None]:
+        """Consume one row that did not fail; returns what to send now, and the reason if the request has ended."""
+        processor = self._processor
+        assert processor is not None
+        text, reason, num_used = processor.push(token_ids, finish_reason)
+        held = self._held_ids
+        held += token_ids[:num_used]
+        if not self.stream:
+            if text:
+                self._texts.append(text)
+            return None, reason
+        if not text and reason is None:
+            return None, None
+        return self._delta(text, reason), reason
+
+    def end_of_resumed(self, reason: str) -> TokenDelta | None:
+        """The finishing row of a request whose resumed tokens already held everything."""
+        return self._delta("", reason) if self.stream else None
+
+    def final(self, reason: str) -> tuple[FinalBody, tuple[bytes, ...]]:
+        """Body and raw frames of the FINAL message."""
+        assert self._processor is not None
+        body = FinalBody(
+            finish_reason=reason,
+            prompt_length=self.prompt_length,
+            generated_length=self._processor.num_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+        if self.stream:
+            return body, ()
+        body.text = "".join(self._texts)
+        return body, (ids_to_bytes(self._held_ids),)
+
+    def failure(self, row: OutputRow) -> MiiError:
+        """The error that ends this request after a row that is no ordinary end."""
+        if row.error is not None:
+            error = from_wire(row.error)
+        elif row.finish_reason == "deadline":
+            error = DeadlineExceeded("the request's deadline passed before it finished; allow more time")
+        elif row.finish_reason == "cancelled":
+            error = Cancelled("the request was cancelled")
+        else:
+            error = InternalError(f"the engine ended the sequence with {row.finish_reason!r} and gave no reason")
+        return self.with_progress(error)
+
+    def with_progress(self, error: MiiError) -> MiiError:
+        """The error, saying how many output tokens the client has."""
+        error.emitted_tokens = self._num_delivered
+        return error
+
+    def _delta(self, text: str, reason: str | None) -> TokenDelta:
+        held = self._held_ids
+        ids = held[0].to_bytes(4, "little") if len(held) == 1 else ids_to_bytes(held)
+        delta = TokenDelta(self.request_id, self._seq, self._num_delivered, ids, text.encode(), reason)
+        self._seq += 1
+        self._num_delivered += len(held)
+        held.clear()
+        return delta

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor's event loop side: requests from the brokers in, rows from the engine through the text streams and out.
+
+Every request that was taken ends with exactly one terminal message and leaves no state behind; what goes wrong with
+one never touches another. Requests wait for nothing here but the tokenizer threads: queueing is the broker's and the
+scheduler's. Messages that a broker does not take end the request's generation; the link then registers again, and the
+broker, not finding the request among those in flight, continues it elsewhere from what it has delivered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from mii_zmq import transport
+from mii_zmq.errors import Cancelled, DeadlineExceeded, Draining, InternalError, MiiError, Overloaded
+from mii_zmq.protocol import (
+    Cancel,
+    FinalHeader,
+    GenerateHeader,
+    Load,
+    Message,
+    Ready,
+    TokenRows,
+    Verb,
+    WorkerHeartbeat,
+    encode,
+    parse_header,
+)
+from mii_zmq.worker.active_request import ActiveRequest
+from mii_zmq.worker.broker_link import BrokerLink
+from mii_zmq.worker.engine_channel import OutputRow, StepReport, load_from_values, load_values
+from mii_zmq.worker.engine_handle import EngineHandle
+from mii_zmq.worker.intake import Intake
+from mii_zmq.worker.text import PreparedSequence
+
+ORDINARY_ENDS = (None, "stop", "length")
+ENGINE_SILENCE_S = 10.0
+"""An engine that has not reported for this long, or for SILENT_STEPS steps, gives no heartbeat."""
+ENGINE_HANG_S = 120.0
+"""After this long (or HUNG_STEPS steps) it counts as lost."""
+SILENT_STEPS = 20
+HUNG_STEPS = 200
+
+log = logging.getLogger(__name__)
+
+Key = tuple[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Outbox:
+    """The rows of one step for one client connection."""
+
+    rows: TokenRows
+    requests: list[ActiveRequest]
+
+
+class Actor:
+    """Requests of one worker group. Belongs to its event loop; only `_prepare` runs in the tokenizer threads."""
+
+    def __init__(self, engine: EngineHandle, intake: Intake, registration: Ready, tokenizer_threads: int) -> None:
+        self.is_draining = False
+        self.drain_requested = asyncio.Event()
+        """Set when a broker asks the group to drain."""
+        self.links: list[BrokerLink] = []
+        self._engine = engine
+        self._intake = intake
+        self._registration = registration
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
+        self._seq_ids = itertools.count(1)
+        self._by_id: dict[Key, ActiveRequest] = {}
+        self._by_seq: dict[int, ActiveRequest] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._last_report = time.monotonic()
+        self._report = StepReport(0, (), load_values(Load()))
+        self._is_engine_silent = False
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._by_id)
+
+    async def wait_idle(self) -> None:
+        """Return when no request is left."""
+        await self._idle.wait()
+
+    def start_draining(self) -> None:
+        """Take no new requests, and tell the brokers."""
+        self.is_draining = True
+        for link in self.links:
+            if link.registered.is_set():
+                link.send(encode(Verb.DRAIN))
+
+    def close(self, reason: str) -> None:
+        """Leave the brokers; they retry what is still in flight."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for link in self.links:
+            link.close(reason)
+
+    def ready(self, link: int) -> Ready | None:
+        """The registration for a broker, with the requests of its own that still run."""
+        if self.is_draining:
+            return None
+        self._registration.in_flight = [request_id for index, request_id in self._by_id if index == link]
+        return self._registration
+
+    def heartbeat(self) -> WorkerHeartbeat | None:
+        """The group's state with the engine's last load; None when the engine has been silent for too long."""
+        silent_s = time.monotonic() - self._last_report
+        load = load_from_values(self._report.load)
+        if silent_s > max(ENGINE_HANG_S, HUNG_STEPS * load.step_ms / 1000):
+            self._engine.declare_lost(InternalError(f"the engine has not reported for {silent_s:.0f} s"))
+        was_silent = self._is_engine_silent
+        self._is_engine_silent = silent_s > max(ENGINE_SILENCE_S, SILENT_STEPS * load.step_ms / 1000)
+        if self._is_engine_silent:
+            if not was_silent:
+                log.warning("the engine has not reported for %.0f s; no heartbeats until it does", silent_s)
+            return None
+        state = "draining" if self.is_draining else "ready"
+        return WorkerHeartbeat(incarnation=self._registration.incarnation, state=state, load=load)
+
+    def on_broker_message(self, link: BrokerLink, message: Message) -> None:
+        if message.verb is Verb.GENERATE:
+            try:
+                self._generate(link, message)
+            except MiiError as error:
+                link.send(encode(Verb.ERROR, message.request_id, error.to_wire()))
+        elif message.verb is Verb.CANCEL:
+            self._cancel(link, parse_header(message, Cancel).request_ids or [message.request_id])
+        elif message.verb is Verb.DRAIN:
+            self.drain_requested.set()
+        else:
+            log.warning("dropped an unexpected %s from the broker at %s", message.verb.name, link.endpoint)
+
+    def on_step(self, report: StepReport) -> None:
+        """Deliver one step's rows: at most one TOKENS message per client connection, then what ends requests."""
+        self._last_report = time.monotonic()
+        self._report = report
+        outboxes: dict[tuple[int, int], Outbox] = {}
+        ended: list[tuple[ActiveRequest, str | MiiError]] = []
+        to_cancel: list[int] = []
+        for row in report.rows:
+            request = self._by_seq.get(row[0])
+            if request is None:
+                continue
+            end: str | MiiError | None
+            try:
+                end = self._take(request, OutputRow(*row), outboxes)
+            except Exception as error:
+                log.exception("failed on output of request %s", request.request_id.hex())
+                end = request.with_progress(InternalError(f"the worker failed on this request's output: {error}"))
+            if end is not None:
+                self._forget(request)
+                ended.append((request, end))
+                if row[2] is None:
+                    to_cancel.append(request.seq_id)
+        lost = self._flush(outboxes)
+        for request, end in ended:
+            if request not in lost:
+                self._send_end(request, end)
+        to_cancel += [request.seq_id for request in lost if self._forget(request)]
+        if to_cancel:
+            self._engine.cancel(to_cancel)
+
+    def _take(
+        self, request: ActiveRequest, row: OutputRow, outboxes: dict[tuple[int, int], Outbox]
+    ) -> str | MiiError | None:
+        """Consume a row; returns the finish reason or the error that ends the request, None while it goes on."""
+        if request.is_cancelled:
+            return None if row.finish_reason is None else request.failure(row._replace(finish_reason="cancelled"))
+        if row.num_cached_tokens:
+            request.num_cached_tokens = row.num_cached_tokens
+        is_ordinary = row.finish_reason in ORDINARY_ENDS
+        delta, reason = request.take(row.token_ids, row.finish_reason if is_ordinary else None)
+        if delta is not None:
+            key = (request.link, request.client)
+            outbox = outboxes.get(key)
+            if outbox is None:
+                outbox = outboxes[key] = Outbox(TokenRows(), [])
+            outbox.rows.add(delta)
+            outbox.requests.append(request)
+        return reason if is_ordinary or reason is not None else request.failure(row)
+
+    def _flush(self, outboxes: dict[tuple[int, int], Outbox]) -> set[ActiveRequest]:
+        """Send the rows; returns the requests whose rows were not taken."""
+        lost: set[ActiveRequest] = set()
+        for (link, client), outbox in outboxes.items():
+            if not self.links[link].send(outbox.rows.to_frames(client)):
+                lost.update(outbox.requests)
+        return lost
+
+    def _send_end(self, request: ActiveRequest, end: str | MiiError) -> None:
+        if isinstance(end, MiiError):
+            frames = encode(Verb.ERROR, request.request_id, end.to_wire())
+        else:
+            body, raw = request.final(end)
+            frames = encode(Verb.FINAL, request.request_id, FinalHeader(finish_reason=end), body, raw)
+        self.links[request.link].send(frames)
+
+    def _generate(self, link: BrokerLink, message: Message) -> None:
+        header = parse_header(message, GenerateHeader)
+        if self.is_draining:
+            raise Draining("this worker group is shutting down; send the request again", retry_after_ms=0)
+        key = (link.index, message.request_id)
+        earlier = self._by_id.get(key)
+        if earlier is not None:
+            # The broker forgot the earlier attempt (it was restarted); nobody waits for that one's end.
+            self._drop(earlier)
+        request = ActiveRequest(
+            request_id=message.request_id,
+            link=link.index,
+            client=header.client,
+            stream=header.stream,
+            seq_id=next(self._seq_ids),
+            started=time.monotonic(),
+        )
+        self._by_id[key] = request
+        self._idle.clear()
+        self._threads.submit(self._prepare, request, message, header)
+
+    def _prepare(self, request: ActiveRequest, message: Message, header: GenerateHeader) -> None:
+        """In a tokenizer thread."""
+        reason: str | None = None
+        outcome: PreparedSequence | MiiError
+        try:
+            outcome = self._intake.prepare(message, header, request.seq_id)
+            reason = request.prepared(outcome)
+        except MiiError as error:
+            outcome = error
+        except Exception as error:
+            log.exception("failed to prepare request %s", request.request_id.hex())
+            outcome = InternalError(f"the worker failed to prepare this request: {type(error).__name__}")
+        self._loop.call_soon_threadsafe(self._submit, request, outcome, reason, header.deadline_ms)
+
+    def _submit(
+        self, request: ActiveRequest, outcome: PreparedSequence | MiiError, reason: str | None, deadline_ms: int | None
+    ) -> None:
+        if self._by_id.get((request.link, request.request_id)) is not request:
+            return
+        try:
+            if isinstance(outcome, MiiError):
+                raise outcome
+            if reason is not None:
+                self._end_resumed(request, reason)
+                return
+            if deadline_ms is not None:
+                left_s = request.started + deadline_ms / 1000 - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineExceeded("the request's deadline passed before it reached the engine")
+                outcome.sequence.deadline_s = left_s
+            self._engine.add(outcome.sequence)
+            self._by_seq[request.seq_id] = request
+        except (transport.PeerFull, transport.PeerGone):
+            error = Overloaded("the engine of this worker group takes no requests now", retry_after_ms=1000)
+            self._end(request, request.with_progress(error))
+        except MiiError as error:
+            self._end(request, request.with_progress(error))
+
+    def _end_resumed(self, request: ActiveRequest, reason: str) -> None:
+        delta = request.end_of_resumed(reason)
+        if delta is not None:
+            rows = TokenRows()
+            rows.add(delta)
+            self.links[request.link].send(rows.to_frames(request.client))
+        self._end(request, reason)
+
+    def _cancel(self, link: BrokerLink, request_ids: Iterable[bytes]) -> None:
+        seq_ids = []
+        for request_id in request_ids:
+            request = self._by_id.get((link.index, request_id))
+            if request is None:
+                continue
+            if request.seq_id in self._by_seq:
+                request.is_cancelled = True
+                seq_ids.append(request.seq_id)
+            else:
+                self._end(request, request.with_progress(Cancelled("the request was cancelled")))
+        if seq_ids:
+            self._engine.cancel(seq_ids)
+
+    def _end(self, request: ActiveRequest, end: str | MiiError) -> None:
+        self._forget(request)
+        self._send_end(request, end)
+
+    def _drop(self, request: ActiveRequest) -> None:
+        """End a request without a message."""
+        if self._forget(request):
+            self._engine.cancel([request.seq_id])
+
+    def _forget(self, request: ActiveRequest) -> bool:
+        """Remove a request from the tables; True if the engine was working on it."""
+        self._by_id.pop((request.link, request.request_id), None)
+        if not self._by_id:
+            self._idle.set()
+        return self._by_seq.pop(request.seq_id, None) is not None

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine process: `python -m mii_zmq.worker.engine_process`, started by the actor and ended with it.
+
+A plain loop: read what the actor sent, run a step, report. It blocks while there is nothing to do, and reports at a
+fixed interval even then, so that its silence means that it hangs. Signals are the actor's business and are ignored
+here: the actor ends this process by a message, or by dying. Touches no text and no socket but the private one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mii_zmq import transport
+from mii_zmq.config import EngineConfig, add_arguments, from_arguments
+from mii_zmq.errors import InternalError, MiiError, StartupError
+from mii_zmq.process import ChildLink
+from mii_zmq.protocol import Load
+from mii_zmq.telemetry import setup_logging
+from mii_zmq.tokenizer import FAKE_PREFIX
+from mii_zmq.worker.core import EngineCore
+from mii_zmq.worker.engine_channel import (
+    AddSequence,
+    CancelSequences,
+    EngineFailed,
+    EngineReady,
+    FromEngine,
+    ModelResolved,
+    OutputRow,
+    Progress,
+    Shutdown,
+    StepReport,
+    decode_to_engine,
+    encode,
+    load_values,
+)
+from mii_zmq.worker.fake import is_fake_model, make_fake_executor
+from mii_zmq.worker.plan import SequenceOutput
+from mii_zmq.worker.step_trace import StepTrace
+
+IDLE_REPORT_S = 0.5
+"""A report at least this often; when idle it is all that the process does."""
+STEP_TIME_WEIGHT = 0.1
+"""Of the newest step in the moving average that the load reports."""
+
+log = logging.getLogger("mii_zmq.worker.engine")
+
+
+class EngineLoop:
+    """Runs the core until the actor says Shutdown."""
+
+    def __init__(self, core: EngineCore, channel: transport.BlockingSocket, trace: StepTrace | None = None) -> None:
+        self._core = core
+        self._trace = trace
+        self._channel = channel
+        self._rows: list[OutputRow] = []
+        """Of this turn: refusals, then the step's output."""
+        self._is_running = True
+        self._generated_tokens = 0
+        self._step_ms = 0.0
+        self._last_report = 0.0
+
+    def run(self) -> None:
+        self._report()
+        while self._is_running:
+            is_busy = self._core.has_work
+            self._receive(0 if is_busy else max(1, int(1000 * IDLE_REPORT_S)))
+            if self._core.has_work:
+                started = time.monotonic()
+                outputs = self._core.step()
+                elapsed_ms = 1000 * (time.monotonic() - started)
+                # The first step after a pause says nothing about the pace: it only fills the pipeline.
+                if is_busy:
+                    weight = STEP_TIME_WEIGHT if self._step_ms else 1.0
+                    self._step_ms += weight * (elapsed_ms - self._step_ms)
+                self._take(outputs)
+            if self._rows or time.monotonic() - self._last_report >= IDLE_REPORT_S or not self._core.has_work:
+                self._report()
+
+    def _receive(self, timeout_ms: int) -> None:
+        frames = self._channel.receive(timeout_ms)
+        while frames is not None:
+            message = decode_to_engine(frames)
+            if isinstance(message, AddSequence):
+                self._add(message)
+            elif isinstance(message, CancelSequences):
+                self._core.cancel(message.seq_ids)
+            elif isinstance(message, Shutdown):
+                self._is_running = False
+                return
+            frames = self._channel.receive(0)
+
+    def _add(self, message: AddSequence) -> None:
+        try:
+            self._core.add(message.request)
+        except MiiError as error:
+            self._rows.append(OutputRow(message.request.seq_id, (), "error", 0, error.to_wire()))
+        except Exception as error:
+            log.exception("the engine failed to take a sequence")
+            wire = InternalError(f"the engine failed to take this request: {type(error).__name__}").to_wire()
+            self._rows.append(OutputRow(message.request.seq_id, (), "error", 0, wire))
+
+    def _take(self, outputs: Sequence[SequenceOutput]) -> None:
+        rows = self._rows
+        for output in outputs:
+            error = None if output.error is None else InternalError(output.error).to_wire()
+            rows.append(
+                OutputRow(output.seq_id, output.token_ids, output.finish_reason, output.num_cached_tokens, error)
+            )
+            self._generated_tokens += len(output.token_ids)
+
+    def _report(self) -> None:
+        stats = self._core.stats()
+        load = Load(
+            step=stats.step,
+            running=stats.num_running,
+            waiting=stats.num_waiting,
+            outstanding_tokens=stats.num_outstanding_tokens,
+            used_blocks=stats.num_used_blocks,
+            total_blocks=stats.num_blocks,
+            num_preemptions=stats.num_preemptions,
+            prompt_tokens=stats.num_prefix_queried_tokens - stats.num_prefix_hit_tokens,
+            cached_tokens=stats.num_prefix_hit_tokens,
+            generated_tokens=self._generated_tokens,
+            step_ms=round(self._step_ms, 3),
+        )
+        started = time.monotonic()
+        self._channel.send(encode(StepReport(stats.step, self._rows, load_values(load))))
+        if self._trace is not None and self._rows:
+            self._trace.sent(stats.step, len(self._rows), started)
+        self._rows = []
+        self._last_report = started
+
+
+def load_engine(
+    config: EngineConfig, send: Callable[[FromEngine], None], trace: StepTrace | None = None
+) -> tuple[EngineCore, dict[str, Any]]:
+    """The core around the executor that the model's name asks for, and facts about it; says how far loading is.
+
+    Raises:
+        StartupError: the model cannot be served; one line says why.
+    """
+    if is_fake_model(config.model):
+        send(ModelResolved(FAKE_PREFIX))
+        fake = make_fake_executor(config)
+        return EngineCore(fake, model=config.model, prefix_cache=config.prefix_cache, trace=trace), {"memory": "none"}
+    from mii_zmq.worker.models.demo_model import resolve_model
+
+    path = resolve_model(config.model, lambda text: send(Progress(text, 0.0)))
+    send(ModelResolved(path))
+    # Torch takes seconds to import: not before the model is known to be there, and not for the test engine.
+    from mii_zmq.worker.executor import load_executor
+
+    executor = load_executor(replace(config, model=path), lambda text, fraction: send(Progress(text, fraction)))
+    core = EngineCore(executor, model=path, prefix_cache=config.prefix_cache, trace=trace)
+    return core, {"memory": str(executor.bill)}
+
+
+def serve(config: EngineConfig, channel: transport.BlockingSocket) -> None:
+    """Load and run until Shutdown. Raises StartupError when loading fails."""
+
+    def send(message: FromEngine) -> None:
+        channel.send(encode(message))
+
+    send(Progress("starting", 0.0))
+    trace = None if config.step_trace is None else StepTrace(config.step_trace)
+    core, info = load_engine(config, send, trace)
+    try:
+        send(EngineReady(core.limits, info))
+        gc.collect()
+        gc.freeze()
+        EngineLoop(core, channel, trace).run()
+    finally:
+        core.close()
+        if trace is not None:
+            trace.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="mii_zmq.worker.engine_process", description="The engine of a worker group.")
+    parser.add_argument("--endpoint", required=True, help="the actor's private socket")
+    add_arguments(parser, EngineConfig)
+    ChildLink.add_arguments(parser)
+    options = parser.parse_args(argv)
+    setup_logging("engine")
+    ChildLink.from_arguments(options)
+    context: Any = transport.make_context()
+    channel = transport.BlockingSocket(transport.connect_pair(context, options.endpoint))
+    code = 1
+    try:
+        serve(from_arguments(options, EngineConfig), channel)
+        code = 0
+    except StartupError as error:
+        channel.send(encode(EngineFailed(error)))
+    except Exception as error:
+        log.exception("the engine failed")
+        text = str(error).strip().splitlines()
+        reason = InternalError(f"the engine failed: {type(error).__name__}: {text[0] if text else 'no message'}")
+        channel.send(encode(EngineFailed(reason)))
+    finally:
+        channel.close()
+        transport.close_context(context)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

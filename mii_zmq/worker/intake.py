@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a GENERATE message to a sequence for the engine: everything about a request that may be slow or go wrong.
+
+Runs in the tokenizer threads. Each refusal is a `MiiError` for that request alone. Holds no state but the tokenizer
+and the engine's limits, both fixed once loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mii_zmq.errors import InvalidRequest
+from mii_zmq.protocol import GenerateBody, GenerateHeader, Message, parse_body
+from mii_zmq.sampling_params import SamplingParams
+from mii_zmq.tokenizer import TextTokenizer
+from mii_zmq.worker.engine_channel import ids_from_bytes
+from mii_zmq.worker.plan import EngineLimits
+from mii_zmq.worker.text import PreparedSequence, PromptInput, build_sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What every request is checked against."""
+
+    tokenizer: TextTokenizer
+    limits: EngineLimits
+
+    def prepare(self, message: Message, header: GenerateHeader, seq_id: int) -> PreparedSequence:
+        """Validate and tokenize one request.
+
+        Raises:
+            RequestError, ProtocolError: what is wrong with the request, naming the field.
+        """
+        body = parse_body(message, GenerateBody)
+        params = SamplingParams.from_mapping(body.params)
+        if params.n != 1:
+            raise InvalidRequest(
+                f"n is {params.n}, but a GENERATE message asks for one continuation; send {params.n} messages with "
+                "n = 1 and different seeds",
+                param="n",
+            )
+        prompt = PromptInput(
+            text=body.prompt,
+            token_ids=body.prompt_token_ids,
+            messages=body.messages,
+            add_special_tokens=body.add_special_tokens,
+            add_generation_prompt=body.add_generation_prompt,
+        )
+        return build_sequence(
+            self.tokenizer,
+            self.limits,
+            params,
+            message.request_id,
+            prompt,
+            seq_id=seq_id,
+            resumed_token_ids=_resumed_ids(message),
+            priority=header.priority,
+            cache_salt=header.tenant,
+        )
+
+
+def _resumed_ids(message: Message) -> list[int]:
+    if not message.raw:
+        return []
+    if len(message.raw) > 1:
+        raise InvalidRequest(
+            f"GENERATE takes one raw frame (the token ids to resume behind), this one has {len(message.raw)}",
+            param="resume",
+        )
+    data = message.raw[0]
+    if len(data) % 4:
+        raise InvalidRequest(
+            f"the resume frame has {len(data)} bytes; it must hold int32 token ids, 4 bytes each", param="resume"
+        )
+    return ids_from_bytes(data)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m mii_zmq.gateway`: the HTTP gateway's process.
+
+It listens before a broker is there and becomes ready when one answers. The first SIGTERM or SIGINT drains, a second
+one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvloop
+from aiohttp import web
+
+from mii_zmq.client import AsyncClient
+from mii_zmq.config import GatewayConfig, add_arguments, from_arguments
+from mii_zmq.errors import StartupError
+from mii_zmq.gateway.app import BACKLOG, listen, make_app, make_runner
+from mii_zmq.gateway.state import GATEWAY
+from mii_zmq.process import ChildLink
+from mii_zmq.telemetry import setup_logging
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mii_zmq.gateway", description="HTTP gateway of mii_zmq.")
+    add_arguments(parser, GatewayConfig)
+    ChildLink.add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    setup_logging("gateway")
+    link = ChildLink.from_arguments(arguments)
+    try:
+        config = from_arguments(arguments, GatewayConfig)
+        uvloop.run(serve(config, listen(config.host, config.port), link))
+    except StartupError as error:
+        log.error("%s", error)
+        link.announce(error=str(error))
+        return 1
+    return 0
+
+
+async def serve(config: GatewayConfig, listener: socket.socket, link: ChildLink) -> None:
+    """Serve on `listener` until a signal, then drain."""
+    stop = _stop_at_signals()
+    app = make_app(config, AsyncClient(config.brokers, name="gateway"))
+    runner = make_runner(app)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("ready: %s, brokers %s", url, ", ".join(config.brokers))
+        link.announce(ready=True, url=url)
+        await stop.wait()
+        log.info("draining: running requests have %g s", config.shutdown_timeout_s)
+        if not await app[GATEWAY].drain(config.shutdown_timeout_s):
+            log.warning("some requests were not finished in time and got an error")
+    finally:
+        await runner.cleanup()
+
+
+def _stop_at_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

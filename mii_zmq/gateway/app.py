@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the gateway together: routes, middlewares, the broker client's life, and how the server treats sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from mii_zmq.errors import BrokerUnavailable, StartupError
+from mii_zmq.gateway import health, openai_api, rest
+from mii_zmq.gateway.middlewares import MIDDLEWARES, add_headers
+from mii_zmq.gateway.state import GATEWAY, Gateway
+
+if TYPE_CHECKING:
+    from mii_zmq.client import AsyncClient
+    from mii_zmq.config import GatewayConfig
+
+KEEPALIVE_TIMEOUT_S = 75.0
+LINGERING_S = 2.0
+"""How long the rest of a refused body is read and thrown away, so that the client sees the answer."""
+SEND_BUFFER_BYTES = 64 * 1024
+"""Kernel buffer per connection: what a reader that does not read can pile up there."""
+BACKLOG = 1024
+CONNECT_ATTEMPT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+def make_app(config: GatewayConfig, client: AsyncClient) -> web.Application:
+    """The application owns `client`: it connects it in the background and closes it at the end."""
+    app = web.Application(middlewares=MIDDLEWARES)
+    app[GATEWAY] = Gateway(config, client)
+    app.add_routes(
+        [
+            web.get("/", health.index),
+            web.get("/healthz", health.healthz),
+            web.get("/health", health.ready),
+            web.get("/health/live", health.live),
+            web.get("/health/ready", health.ready),
+            web.get("/metrics", health.metrics),
+            web.post("/mii/{deployment:.+}", rest.generate),
+            web.get("/v1/models", openai_api.list_models),
+            web.get("/v1/models/{model:.+}", openai_api.get_model),
+            web.post("/v1/chat/completions", openai_api.chat_completions),
+            web.post("/v1/completions", openai_api.completions),
+        ]
+    )
+    app.on_response_prepare.append(add_headers)
+    app.cleanup_ctx.append(_broker_client)
+    return app
+
+
+def make_runner(app: web.Application) -> web.AppRunner:
+    """A vanished client cancels its handler; bodies arrive as they were sent (nothing is decompressed)."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+        lingering_time=LINGERING_S,
+        auto_decompress=False,
+        access_log=None,
+        shutdown_timeout=1.0,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound, listening socket; connections inherit its small send buffer.
+
+    Raises:
+        StartupError: the address is taken or not ours.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, number)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise StartupError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0: any free one) or --host"
+        ) from None
+    return listener
+
+
+async def _broker_client(app: web.Application) -> AsyncIterator[None]:
+    client = app[GATEWAY].client
+    connecting = asyncio.create_task(_connect(client))
+    yield
+    connecting.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+    await client.close()
+
+
+async def _connect(client: AsyncClient) -> None:
+    while True:
+        try:
+            await client.connect(CONNECT_ATTEMPT_S)
+        except BrokerUnavailable as error:
+            log.warning("%s; still trying", error)
+        else:
+            log.info("connected to the broker")
+            return

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Truthful health: live means this process answers; ready means that a request sent now would be served.
+
+`/healthz` keeps the original's path and body. `/health/ready?deployment=NAME` asks for one deployment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from mii_zmq.errors import BrokerUnavailable, Draining, MiiError, NoWorkers, UnknownDeployment
+from mii_zmq.gateway.http_errors import JSON
+from mii_zmq.gateway.metrics import CONTENT_TYPE
+from mii_zmq.gateway.sse import encode
+from mii_zmq.gateway.state import GATEWAY, Gateway
+
+INDEX: dict[str, Any] = {
+    "service": "mii_zmq gateway",
+    "documentation": "README.md and PROTOCOL.md of mii_zmq",
+    "endpoints": [
+        "POST /mii/{deployment}",
+        "POST /v1/chat/completions",
+        "POST /v1/completions",
+        "GET /v1/models",
+        "GET /v1/models/{model}",
+        "GET /healthz",
+        "GET /health/live",
+        "GET /health/ready",
+        "GET /metrics",
+    ],
+}
+
+
+async def index(request: web.Request) -> web.Response:
+    """Handler of GET /."""
+    return web.Response(body=encode(INDEX), content_type=JSON)
+
+
+async def healthz(request: web.Request) -> web.Response:
+    """Handler of GET /healthz: the original's "ok", but only while a broker is connected."""
+    gateway = request.app[GATEWAY]
+    is_well = gateway.client.is_connected and not gateway.is_draining
+    return web.Response(
+        status=200 if is_well else 503, text="ok" if is_well else "not connected", content_type="text/html"
+    )
+
+
+async def live(request: web.Request) -> web.Response:
+    """Handler of GET /health/live."""
+    return _report(200, {"status": "live"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Handler of GET /health/ready and GET /health."""
+    deployment = request.query.get("deployment")
+    try:
+        names = await _ready_deployments(request.app[GATEWAY], deployment)
+    except UnknownDeployment:
+        raise
+    except MiiError as error:
+        return _report(503, {"status": "not ready", "code": error.code, "message": error.message})
+    return _report(200, {"status": "ready", "deployments": names})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Handler of GET /metrics."""
+    gateway = request.app[GATEWAY]
+    try:
+        status = await gateway.status()
+    except MiiError:
+        status = None
+    page = gateway.metrics.render(status, gateway.client.is_connected)
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _ready_deployments(gateway: Gateway, deployment: str | None) -> list[str]:
+    if gateway.is_draining:
+        raise Draining("the gateway is shutting down")
+    if not gateway.client.is_connected:
+        raise BrokerUnavailable("the gateway has no connection to a broker")
+    status = await gateway.status()
+    if deployment is not None and deployment not in status.deployments:
+        raise UnknownDeployment(f"there is no deployment {deployment[:200]!r}", param="deployment")
+    asked = sorted(status.deployments) if deployment is None else [deployment]
+    names = [name for name in asked if status.is_ready(name)]
+    if not names:
+        raise NoWorkers(f"no worker group is ready for {deployment!r}" if deployment else "no worker group is ready")
+    return names
+
+
+def _report(status: int, facts: dict[str, Any]) -> web.Response:
+    return web.Response(status=status, body=encode(facts), content_type=JSON, headers={"Cache-Control": "no-store"})

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gateway counts, and the Prometheus page made of it and of the broker's status.
+
+Counting happens per token on the event loop, so it is plain integers and a bisection here; the Prometheus objects are
+built when somebody reads the page. Labels are routes, status codes, error codes, deployments that have answered, and
+groups: never text that a client chose freely.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mii_zmq.gateway.broker_status import ENGINE_COUNTERS, BrokerStatus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
+LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Histogram:
+    """Counts per bucket; `count` observations of one value cost as much as one."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        cumulative, seen = [], 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            seen += count
+            cumulative.append(("+Inf" if bound == float("inf") else str(bound), float(seen)))
+        return cumulative
+
+
+class Metrics:
+    """The gateway's counters. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self.http_requests: Counter[tuple[str, str]] = Counter()
+        self.stream_errors: Counter[tuple[str, str]] = Counter()
+        self.prompt_tokens: Counter[str] = Counter()
+        self.cached_tokens: Counter[str] = Counter()
+        self.generated_tokens: Counter[str] = Counter()
+        self.num_slow_readers = 0
+        self.num_in_flight = 0
+        self.first_token_s: dict[str, Histogram] = {}
+        self.request_s: dict[str, Histogram] = {}
+        self.inter_token_s = Histogram(SHORT_S)
+
+    def observe_first_token(self, route: str, seconds: float) -> None:
+        self.first_token_s.setdefault(route, Histogram(LONG_S)).observe(seconds)
+
+    def observe_request(self, route: str, seconds: float) -> None:
+        self.request_s.setdefault(route, Histogram(LONG_S)).observe(seconds)
+
+    def count_tokens(self, deployment: str, prompt: int, cached: int, generated: int) -> None:
+        """Count a finished generation."""
+        self.prompt_tokens[deployment] += prompt
+        self.cached_tokens[deployment] += cached
+        self.generated_tokens[deployment] += generated
+
+    def render(self, status: BrokerStatus | None, client_is_connected: bool) -> bytes:
+        """The Prometheus text page; `status` is None while no broker answers."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Page([*self._families(), *_broker_families(status, client_is_connected)]))
+        return generate_latest(registry)
+
+    def _families(self) -> Iterator[Metric]:
+        yield _counter("mii_gateway_http_requests", "HTTP requests answered", ("route", "code"), self.http_requests)
+        yield _counter(
+            "mii_gateway_stream_errors", "Streams that ended with an error event", ("route", "code"), self.stream_errors
+        )
+        for name, text, tokens in (
+            ("prompt", "Prompt tokens of finished generations", self.prompt_tokens),
+            ("cached", "Prompt tokens that came from the prefix cache", self.cached_tokens),
+            ("generated", "Output tokens of finished generations", self.generated_tokens),
+        ):
+            by_label = {(deployment,): count for deployment, count in tokens.items()}
+            yield _counter(f"mii_gateway_{name}_tokens", text, ("deployment",), by_label)
+        yield _counter("mii_gateway_slow_readers", "Streams cut because nobody read", (), {(): self.num_slow_readers})
+        yield GaugeMetricFamily("mii_gateway_requests_in_flight", "Requests in progress", value=self.num_in_flight)
+        yield _histogram("mii_gateway_time_to_first_token_seconds", "Arrival to first token", self.first_token_s)
+        yield _histogram("mii_gateway_request_seconds", "Arrival to last token", self.request_s)
+        gaps = HistogramMetricFamily("mii_gateway_inter_token_latency_seconds", "Time between tokens of a stream")
+        gaps.add_metric([], self.inter_token_s.buckets(), self.inter_token_s.total)
+        yield gaps
+
+
+class StreamClock:
+    """Measures one HTTP request that generates: first token, gaps, end."""
+
+    __slots__ = ("_last", "_metrics", "_route", "_start")
+
+    def __init__(self, metrics: Metrics, route: str) -> None:
+        self._metrics = metrics
+        self._route = route
+        self._start = time.monotonic()
+        self._last: dict[int, float] = {}
+
+    def on_tokens(self, index: int, num_tokens: int) -> None:
+        """Tokens of choice `index` that arrived together."""
+        now = time.monotonic()
+        last = self._last.get(index)
+        if last is not None and num_tokens:
+            self._metrics.inter_token_s.observe((now - last) / num_tokens, num_tokens)
+        elif not self._last:
+            self._metrics.observe_first_token(self._route, now - self._start)
+        self._last[index] = now
+
+    def on_end(self) -> None:
+        self._metrics.observe_request(self._route, time.monotonic() - self._start)
+
+    def on_error(self, code: str) -> None:
+        self._metrics.stream_errors[self._route, code] += 1
+
+
+class _Page(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family
+
+
+def _histogram(name: str, text: str, by_route: dict[str, Histogram]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=("route",))
+    for route, histogram in by_route.items():
+        family.add_metric((route,), histogram.buckets(), histogram.total)
+    return family
+
+
+def _broker_families(status: BrokerStatus | None, client_is_connected: bool) -> Iterator[Metric]:
+    yield GaugeMetricFamily("mii_broker_up", "A broker answers", value=int(client_is_connected and status is not None))
+    if status is None:
+        return
+    for name, value in status.numbers.items():
+        yield GaugeMetricFamily(f"mii_broker_{name}", f"The broker's {name}", value=value)
+    for name, value in status.counters.items():
+        yield CounterMetricFamily(f"mii_broker_{name}", f"The broker's count of {name}", value=value)
+    for name, by_reason in status.labelled_counters.items():
+        labelled = {(reason,): number for reason, number in by_reason.items()}
+        yield _counter(f"mii_broker_{name}", f"The broker's count of {name}", ("reason",), labelled)
+    deployments = list(status.deployments.values())
+    for name in status.deployment_numbers():
+        gauge = GaugeMetricFamily(f"mii_deployment_{name}", f"Per deployment: {name}", labels=("deployment",))
+        for deployment in deployments:
+            if name in deployment.numbers:
+                gauge.add_metric((deployment.name,), deployment.numbers[name])
+        yield gauge
+    for name in status.group_numbers():
+        kind = CounterMetricFamily if name in ENGINE_COUNTERS else GaugeMetricFamily
+        family = kind(f"mii_group_{name}", f"Per worker group: {name}", labels=("deployment", "group"))
+        for deployment in deployments:
+            for group in deployment.groups:
+                if name in group.numbers:
+                    family.add_metric((deployment.name, group.name), group.numbers[name])
+        yield family

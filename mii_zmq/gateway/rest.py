@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MII's own door: POST /mii/{deployment}, with the original's request fields and, on success, its exact bytes.
+
+One flat object: `prompts` (a string or a list) beside the fields of SamplingParams. The answer is a list with one
+entry per prompt and choice. Beyond the original: `"stream": true` answers with events, and errors are 4xx that name
+the field.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from mii_zmq.client import fan_out
+from mii_zmq.errors import InvalidRequest, MiiError
+from mii_zmq.gateway.generations import check_count, collect, submitted
+from mii_zmq.gateway.http_errors import JSON
+from mii_zmq.gateway.metrics import StreamClock
+from mii_zmq.gateway.middlewares import route_of
+from mii_zmq.gateway.request_body import Fields, decode_field, read_fields
+from mii_zmq.gateway.sse import encode, respond
+from mii_zmq.gateway.state import GATEWAY
+from mii_zmq.protocol import GenerateBody
+from mii_zmq.sampling_params import IGNORED_FIELDS, SamplingParams, unknown_field
+
+if TYPE_CHECKING:
+    from mii_zmq.client import Completion
+    from mii_zmq.protocol import FinalBody
+
+_STRINGS = str | list[str] | None
+_KINDS: dict[str, Any] = {
+    **typing.get_type_hints(SamplingParams),
+    "stop": _STRINGS,
+    "bad_words": _STRINGS,
+    "stop_token_ids": list[int] | None,
+    "prompts": str | list[str],
+    "stream": bool | None,
+    **dict.fromkeys(IGNORED_FIELDS, Any),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MiiRequest:
+    prompts: list[str]
+    params: SamplingParams
+    stream: bool
+
+    def bodies(self) -> list[GenerateBody]:
+        """One per entry of the answer: all choices of the first prompt, then of the second ..."""
+        choices = fan_out(self.params)
+        return [GenerateBody(prompt=prompt, params=choice) for prompt in self.prompts for choice in choices]
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Handler of POST /mii/{deployment}."""
+    gateway = request.app[GATEWAY]
+    deployment = request.match_info["deployment"]
+    clock = StreamClock(gateway.metrics, route_of(request))
+    asked = parse(await read_fields(request))
+    with (
+        gateway.running(),
+        submitted(gateway.client, deployment, asked.bodies(), stream=asked.stream) as generations,
+    ):
+        if asked.stream:
+            return await respond(request, deployment, generations, MiiEvents(), clock)
+        results = await collect(generations, gateway.metrics, deployment, clock)
+        return web.Response(body=response_body(results), content_type=JSON)
+
+
+def parse(fields: Fields) -> MiiRequest:
+    """Raises InvalidRequest; `param` names the field."""
+    values: dict[str, Any] = {}
+    for name, raw in fields.items():
+        if name not in _KINDS:
+            raise unknown_field(name, _KINDS)
+        if name not in IGNORED_FIELDS:
+            values[name] = decode_field(name, raw, _KINDS[name])
+    if "prompts" not in values:
+        raise InvalidRequest("prompts is missing; send a string or a list of strings", param="prompts")
+    prompts = values.pop("prompts")
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not prompts:
+        raise InvalidRequest("prompts is an empty list; send at least one prompt", param="prompts")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise InvalidRequest(f"prompts holds an empty string at index {index}; send some text", param="prompts")
+    stream = bool(values.pop("stream", None))
+    params = SamplingParams.from_mapping(values)
+    check_count(len(prompts), params.n, "prompts")
+    return MiiRequest(prompts, params, stream)
+
+
+def response_body(results: Sequence[Completion]) -> bytes:
+    """The original's bytes: sorted keys, no spaces, everything beyond ASCII escaped, a newline."""
+    entries = [
+        {
+            "finish_reason": result.finish_reason,
+            "generated_length": result.generated_length,
+            "generated_text": result.text,
+            "prompt_length": result.prompt_length,
+        }
+        for result in results
+    ]
+    return json.dumps(entries, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+class MiiEvents:
+    """Events in MII's words. `finish_reason` is "none" up to a choice's last event, which has no text but the lengths;
+    `index` is the entry's place in the list that the same request without `stream` would return."""
+
+    def first(self, index: int) -> bytes:
+        return b""
+
+    def delta(self, index: int, text: bytes) -> bytes:
+        return b'data: {"finish_reason":"none","generated_text":%b,"index":%d}\n\n' % (text, index)
+
+    def last(self, index: int, final: FinalBody) -> bytes:
+        event = {
+            "finish_reason": final.finish_reason,
+            "generated_length": final.generated_length,
+            "generated_text": "",
+            "index": index,
+            "prompt_length": final.prompt_length,
+        }
+        return b"data: %b\n\n" % encode(event)
+
+    def end(self, finals: Sequence[FinalBody]) -> bytes:
+        return b""
+
+    def error(self, error: MiiError) -> bytes:
+        return b"data: %b\n\n" % msgspec.json.encode({"message": error.message, "code": error.code})

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events: turns the deltas of one or several generations into a stream of events, one per delta.
+
+The first byte leaves with the first delta, so an error before it is an ordinary HTTP error. Afterwards an error is an
+event and the stream ends without [DONE]. Deltas that arrived together leave in one write. A reader that takes nothing
+within the gateway's write timeout is cut. Knows no door: what an event looks like is its `EventFormat`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from aiohttp import web
+
+from mii_zmq.errors import InternalError, MiiError
+from mii_zmq.gateway.generations import batches
+from mii_zmq.gateway.metrics import StreamClock
+from mii_zmq.gateway.state import GATEWAY
+
+if TYPE_CHECKING:
+    from mii_zmq.client import Generation
+    from mii_zmq.protocol import FinalBody
+
+UNTIMED_WRITE_BYTES = 16 * 1024
+"""A write of at most this much into an empty buffer cannot block (transports block at 64 KiB): no timer is needed."""
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+log = logging.getLogger(__name__)
+encode = msgspec.json.Encoder().encode
+
+
+class ReaderGone(ConnectionError):
+    """The client does not read, or is not there."""
+
+
+class EventFormat(Protocol):
+    """One door's events, each complete with `data: ` and the empty line."""
+
+    def first(self, index: int) -> bytes:
+        """Before the first text of choice `index`; may be empty."""
+
+    def delta(self, index: int, text: bytes) -> bytes:
+        """`text` is a JSON string, quotes included."""
+
+    def last(self, index: int, final: FinalBody) -> bytes:
+        """Choice `index` has ended."""
+
+    def end(self, finals: Sequence[FinalBody]) -> bytes:
+        """All choices have ended; [DONE] follows."""
+
+    def error(self, error: MiiError) -> bytes:
+        """The stream ends here."""
+
+
+class EventStream:
+    """The response; headers leave with the first event."""
+
+    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
+        self._request = request
+        self._response = web.StreamResponse(headers={**HEADERS, **headers})
+
+    @property
+    def is_started(self) -> bool:
+        return self._response.prepared
+
+    async def send(self, data: bytes) -> None:
+        """Raises ConnectionError when the client is gone or did not read in time."""
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ReaderGone("the client is gone")
+        if len(data) <= UNTIMED_WRITE_BYTES and transport.get_write_buffer_size() == 0:
+            await self._response.write(data)
+            return
+        gateway = self._request.app[GATEWAY]
+        try:
+            async with asyncio.timeout(gateway.write_timeout_s):
+                await self._response.write(data)
+        except TimeoutError:
+            transport.abort()
+            gateway.metrics.num_slow_readers += 1
+            raise ReaderGone(f"the client has not read enough for {gateway.write_timeout_s:g} s") from None
+
+    async def finish(self) -> web.StreamResponse:
+        await self._response.write_eof()
+        return self._response
+
+
+async def respond(
+    request: web.Request,
+    deployment: str,
+    generations: Sequence[Generation],
+    events: EventFormat,
+    clock: StreamClock,
+    headers: dict[str, str] | None = None,
+) -> web.StreamResponse:
+    """Stream the generations to the client.
+
+    Raises:
+        MiiError: a generation failed before the first byte.
+        ConnectionError: the client is gone.
+    """
+    gateway = request.app[GATEWAY]
+    stream = EventStream(request, headers or {})
+    try:
+        with gateway.abortable():
+            finals = await _send_deltas(stream, generations, events, clock)
+            for final in finals:
+                gateway.metrics.count_tokens(
+                    deployment, final.prompt_length, final.num_cached_tokens, final.generated_length
+                )
+            clock.on_end()
+            await stream.send(events.end(finals) + DONE)
+            return await stream.finish()
+    except MiiError as error:
+        return await _fail(stream, events, clock, error)
+    except ConnectionError:
+        raise
+    except Exception:
+        log.exception("a stream failed")
+        return await _fail(stream, events, clock, InternalError("internal error; the gateway's log has the details"))
+
+
+async def _send_deltas(
+    stream: EventStream, generations: Sequence[Generation], events: EventFormat, clock: StreamClock
+) -> list[FinalBody]:
+    has_begun = [False] * len(generations)
+    async with contextlib.aclosing(batches(generations)) as arrivals:
+        async for index, deltas in arrivals:
+            parts = []
+            if not has_begun[index]:
+                has_begun[index] = True
+                parts.append(events.first(index))
+            num_tokens = 0
+            for delta in deltas:
+                num_tokens += len(delta.token_ids) // 4
+                if delta.text:
+                    parts.append(events.delta(index, encode(delta.text.decode())))
+            if deltas:
+                clock.on_tokens(index, num_tokens)
+            else:
+                parts.append(events.last(index, final_of(generations[index])))
+            if data := b"".join(parts):
+                await stream.send(data)
+    return [final_of(generation) for generation in generations]
+
+
+async def _fail(stream: EventStream, events: EventFormat, clock: StreamClock, error: MiiError) -> web.StreamResponse:
+    if not stream.is_started:
+        raise error
+    clock.on_error(error.code)
+    await stream.send(events.error(error))
+    return await stream.finish()
+
+
+def final_of(generation: Generation) -> FinalBody:
+    if generation.final is None:
+        raise InternalError("a generation ended without its final message")
+    return generation.final

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A broker client without a broker: the interface of AsyncClient, with answers that a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from mii_zmq.client import Completion
+from mii_zmq.errors import BrokerUnavailable, Cancelled, MiiError, UnknownDeployment
+from mii_zmq.protocol import FinalBody, GenerateBody, TokenDelta, new_request_id
+
+
+class FakeGeneration:
+    """Records what was asked. `push`, `finish` and `fail` play the broker."""
+
+    def __init__(self, deployment: str, body: GenerateBody, stream: bool, priority: int) -> None:
+        self.request_id = new_request_id()
+        self.deployment = deployment
+        self.body = body
+        self.stream = stream
+        self.priority = priority
+        self.final: FinalBody | None = None
+        self.is_cancelled = asyncio.Event()
+        self.texts: list[str] = []
+        self._deltas: list[TokenDelta] = []
+        self._error: MiiError | None = None
+        self._changed = asyncio.Event()
+
+    def push(self, *texts: str) -> None:
+        """One token per text."""
+        for text in texts:
+            offset = len(self.texts)
+            self.texts.append(text)
+            token_ids = array("i", [offset]).tobytes()
+            self._deltas.append(TokenDelta(self.request_id, offset, offset, token_ids, text.encode(), None))
+        self._changed.set()
+
+    def finish(self, finish_reason: str = "length", *, num_cached_tokens: int = 0) -> None:
+        self.final = FinalBody(
+            finish_reason=finish_reason,
+            prompt_length=self.prompt_length,
+            generated_length=len(self.texts),
+            num_cached_tokens=num_cached_tokens,
+        )
+        self._changed.set()
+
+    def fail(self, error: MiiError) -> None:
+        self._error = error
+        self._changed.set()
+
+    @property
+    def prompt_length(self) -> int:
+        if self.body.prompt_token_ids is not None:
+            return len(self.body.prompt_token_ids)
+        texts = [self.body.prompt or ""] + [m["content"] for m in self.body.messages or ()]
+        return sum(len(text.split()) for text in texts)
+
+    def cancel(self) -> None:
+        if self.final is None and self._error is None:
+            self.is_cancelled.set()
+            self.fail(Cancelled("the request was cancelled"))
+
+    def __aiter__(self) -> FakeGeneration:
+        return self
+
+    async def __anext__(self) -> list[TokenDelta]:
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if self.final is not None:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    async def result(self) -> Completion:
+        async for _ in self:
+            pass
+        assert self.final is not None
+        return Completion(
+            text="".join(self.texts),
+            token_ids=list(range(len(self.texts))),
+            finish_reason=self.final.finish_reason,
+            prompt_length=self.final.prompt_length,
+            generated_length=self.final.generated_length,
+            num_cached_tokens=self.final.num_cached_tokens,
+        )
+
+
+def echo(generation: FakeGeneration) -> None:
+    """The default answer: the prompt's words, in brackets, a token each."""
+    body = generation.body
+    text = body.prompt or " ".join(m["content"] for m in body.messages or ()) or str(body.prompt_token_ids)
+    generation.push(*(f"[{word}]" for word in text.split()))
+    generation.finish("length")
+
+
+class FakeClient:
+    """`answer` is called for each generation; set it to a function that does nothing to play the broker by hand."""
+
+    def __init__(self, deployments: tuple[str, ...] = ("fake", "org/fake-7b")) -> None:
+        self.deployments = deployments
+        self.answer: Callable[[FakeGeneration], None] = echo
+        self.sent: list[FakeGeneration] = []
+        self.is_connected = False
+        self.is_closed = False
+        self.has_broker = True
+        self._new: asyncio.Queue[FakeGeneration] = asyncio.Queue()
+
+    async def connect(self, timeout_s: float = 10.0) -> None:
+        if not self.has_broker:
+            await asyncio.Event().wait()
+        self.is_connected = True
+
+    def generate(
+        self,
+        deployment: str,
+        body: GenerateBody,
+        *,
+        stream: bool,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> FakeGeneration:
+        assert body.params.get("n", 1) == 1
+        generation = FakeGeneration(deployment, body, stream, priority)
+        self.sent.append(generation)
+        self._new.put_nowait(generation)
+        if deployment in self.deployments:
+            self.answer(generation)
+        else:
+            generation.fail(UnknownDeployment(f"there is no deployment {deployment!r}"))
+        return generation
+
+    async def next_generation(self) -> FakeGeneration:
+        """The oldest one not yet handed out by this method."""
+        return await self._new.get()
+
+    async def status(self, timeout_s: float = 2.0) -> dict[str, Any]:
+        if not self.is_connected:
+            raise BrokerUnavailable("no broker answers")
+        load = {"running": 3, "waiting": 1, "used_blocks": 16, "total_blocks": 64, "generated_tokens": 50}
+        group = {"state": "ready", "max_model_len": 2048, "heartbeat_age_ms": 100, "load": load, "info": {"pid": 1}}
+        return {
+            "epoch": bytes(16),
+            "is_draining": False,
+            "num_unfinished": 6,
+            "deployments": {
+                name: {"is_ready": True, "num_waiting": 2, "groups": [{"group": f"{name}-0", **group}]}
+                for name in self.deployments
+            },
+            "counters": {"accepted": 10, "retries": 1, "errors": {"overloaded": 4}},
+        }
+
+    async def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients of a deployment that runs on this host, and the `Response` that every way of generating returns.
+
+`MIIClient` may be used from many threads at once and inside a running event loop; `AsyncMIIClient` belongs to one
+loop. Options are checked here already, so that a wrong one fails before anything is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from mii_zmq.client import AsyncClient, BackgroundLoop, Completion, Generation, fan_out
+from mii_zmq.errors import InvalidRequest, ServiceError
+from mii_zmq.protocol import GenerateBody
+from mii_zmq.registry import DeploymentRecord, end_deployment
+from mii_zmq.sampling_params import SamplingParams, check_text
+
+MAX_CONCURRENT_PROMPTS = 1024
+"""Of one `generate` call; the others wait here, so that a long list meets no full queue."""
+END_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+Chat = list[dict[str, Any]]
+StreamingFn = Callable[[list["Response"]], Any]
+
+
+class GenerationFinishReason(enum.StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    NONE = "none"
+    """It has not ended: a part of a streamed answer."""
+
+
+@dataclass
+class Response:
+    """One generated text; `str()` of it is the text."""
+
+    generated_text: str
+    prompt_length: int
+    """Tokens. In parts of a streamed answer of a deployment: 0, only the last one knows it."""
+    generated_length: int
+    """Tokens, the ending one included although its text is dropped. In a stream: so far."""
+    finish_reason: GenerationFinishReason
+
+    def __str__(self) -> str:
+        return self.generated_text
+
+    def __repr__(self) -> str:
+        return self.generated_text
+
+    def to_msg_dict(self) -> dict[str, str | int]:
+        return {**asdict(self), "finish_reason": str(self.finish_reason)}
+
+    @classmethod
+    def from_msg_dict(cls, message: Mapping[str, Any]) -> Response:
+        return cls(
+            generated_text=message["generated_text"],
+            prompt_length=message["prompt_length"],
+            generated_length=message["generated_length"],
+            finish_reason=GenerationFinishReason(message["finish_reason"]),
+        )
+
+
+class MIIClient:
+    """A synchronous client of one deployment, usable from any thread and inside a running event loop."""
+
+    def __init__(self, record: DeploymentRecord) -> None:
+        self._record = record
+        self._loop = BackgroundLoop()
+        self._client = AsyncClient([record.client_endpoint], name="python")
+        self._closing = threading.Lock()
+        self._is_closed = False
+        try:
+            self._run(self._client.connect())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def deployment(self) -> str:
+        return self._record.deployment
+
+    def __call__(
+        self, prompts: str | Sequence[str], streaming_fn: StreamingFn | None = None, **generate_kwargs: Any
+    ) -> list[Response]:
+        return self.generate(prompts, streaming_fn, **generate_kwargs)
+
+    def generate(
+        self, prompts: str | Sequence[str], streaming_fn: StreamingFn | None = None, **generate_kwargs: Any
+    ) -> list[Response]:
+        """Generate for each prompt, each as a request of its own; see `Pipeline.__call__` for order and streaming."""
+        texts, params = checked_prompts(prompts, generate_kwargs)
+        if streaming_fn is not None:
+            check_streamable(texts, params)
+            for response in self.stream(texts[0], **generate_kwargs):
+                streaming_fn([response])
+            return []
+        return self._run(_generate_all(self._client, self._record.deployment, texts, params))
+
+    def stream(self, prompt: str | Chat, **generate_kwargs: Any) -> Iterator[Response]:
+        """The parts of one answer as they arrive; see `Pipeline.stream`."""
+        body = _stream_body(prompt, generate_kwargs)
+        generation = self._run(_start(self._client, self._record.deployment, body, stream=True))
+        try:
+            while (responses := self._run(_next_responses(generation))) is not None:
+                yield from responses
+            yield _final_response(generation)
+        finally:
+            self._run(_cancel(generation))
+
+    def status(self) -> dict[str, Any]:
+        """What runs where, and what the broker reports of its worker groups."""
+        return {**describe(self._record), "broker": self._run(self._client.status())}
+
+    def terminate_server(self, timeout_s: float = END_TIMEOUT_S) -> None:
+        """End the deployment with all its processes and wait until they are gone.
+
+        Running requests get up to `timeout_s` to finish. Works from any process of this host and user; harmless when
+        the deployment has ended already.
+        """
+        self.close()
+        end_deployment(self._record, timeout_s)
+
+    def close(self) -> None:
+        """Disconnect; the deployment goes on."""
+        with self._closing:
+            if not self._is_closed:
+                self._run(self._client.close())
+                self._is_closed = True
+                self._loop.close()
+
+    def __enter__(self) -> MIIClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._is_closed:
+            coroutine.close()
+            raise ServiceError("this client was closed; make a new one with client()")
+        return self._loop.run(coroutine)
+
+
+class AsyncMIIClient:
+    """An asynchronous client of one deployment. Belongs to the event loop in which it is first used."""
+
+    def __init__(self, record: DeploymentRecord) -> None:
+        self._record = record
+        self._client = AsyncClient([record.client_endpoint], name="python-async")
+
+    @property
+    def deployment(self) -> str:
+        return self._record.deployment
+
+    async def generate(self, prompts: str | Sequence[str], **generate_kwargs: Any) -> list[Response]:
+        """As `MIIClient.generate`. Cancelling the task cancels the requests."""
+        texts, params = checked_prompts(prompts, generate_kwargs)
+        await self._client.connect()
+        return await _generate_all(self._client, self._record.deployment, texts, params)
+
+    async def stream(self, prompt: str | Chat, **generate_kwargs: Any) -> AsyncIterator[Response]:
+        """The parts of one answer as they arrive; leaving the iterator early cancels the request."""
+        body = _stream_body(prompt, generate_kwargs)
+        await self._client.connect()
+        generation = await _start(self._client, self._record.deployment, body, stream=True)
+        try:
+            while (responses := await _next_responses(generation)) is not None:
+                for response in responses:
+                    yield response
+            yield _final_response(generation)
+        finally:
+            generation.cancel()
+
+    async def status(self) -> dict[str, Any]:
+        await self._client.connect()
+        return {**describe(self._record), "broker": await self._client.status()}
+
+    async def terminate_server(self, timeout_s: float = END_TIMEOUT_S) -> None:
+        """As `MIIClient.terminate_server`."""
+        await self.close()
+        await asyncio.to_thread(end_deployment, self._record, timeout_s)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def __aenter__(self) -> AsyncMIIClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def checked_prompts(prompts: Any, options: Mapping[str, Any]) -> tuple[list[str], SamplingParams]:
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    if not isinstance(texts, list | tuple) or not texts:
+        raise InvalidRequest("prompts must be a string or a list of at least one string", param="prompts")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidRequest(f"prompts[{index}] must be a string, got {type(text).__name__}", param="prompts")
+        check_text(text, "prompts")
+    return list(texts), SamplingParams.from_mapping(options)
+
+
+def check_streamable(prompts: Sequence[Any], params: SamplingParams) -> None:
+    if len(prompts) != 1 or params.n != 1:
+        raise InvalidRequest("streaming takes one prompt and n = 1; start one stream for each", param="prompts")
+
+
+def _stream_body(prompt: str | Chat, options: Mapping[str, Any]) -> GenerateBody:
+    params = SamplingParams.from_mapping(options)
+    check_streamable([prompt], params)
+    if isinstance(prompt, str):
+        return GenerateBody(prompt=check_text(prompt, "prompt"), params=params.to_mapping())
+    try:
+        check_text(json.dumps(prompt, ensure_ascii=False), "messages")
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"messages must be plain JSON values: {error}", param="messages") from None
+    return GenerateBody(messages=prompt, params=params.to_mapping())
+
+
+async def _generate_all(
+    client: AsyncClient, deployment: str, texts: Sequence[str], params: SamplingParams
+) -> list[Response]:
+    """All requests of one call, in order; the first failure cancels the others."""
+    room = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
+
+    async def generate_one(body: GenerateBody) -> Response:
+        async with room:
+            generation = client.generate(deployment, body, stream=False)
+            try:
+                return _response(await generation.result())
+            finally:
+                generation.cancel()
+
+    bodies = [GenerateBody(prompt=text, params=choice) for text in texts for choice in fan_out(params)]
+    tasks = [asyncio.ensure_future(generate_one(body)) for body in bodies]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _start(client: AsyncClient, deployment: str, body: GenerateBody, *, stream: bool) -> Generation:
+    return client.generate(deployment, body, stream=stream)
+
+
+async def _cancel(generation: Generation) -> None:
+    generation.cancel()
+
+
+async def _next_responses(generation: Generation) -> list[Response] | None:
+    """What has arrived since the last call, one Response per piece of text; None at the end."""
+    try:
+        deltas = await anext(generation)
+    except StopAsyncIteration:
+        return None
+    return [
+        Response(delta.text.decode(), 0, delta.token_offset + len(delta.token_ids) // 4, GenerationFinishReason.NONE)
+        for delta in deltas
+        if delta.text
+    ]
+
+
+def _final_response(generation: Generation) -> Response:
+    final = generation.final
+    assert final is not None
+    return Response("", final.prompt_length, final.generated_length, GenerationFinishReason(final.finish_reason))
+
+
+def _response(completion: Completion) -> Response:
+    return Response(
+        completion.text,
+        completion.prompt_length,
+        completion.generated_length,
+        GenerationFinishReason(completion.finish_reason),
+    )
+
+
+def describe(record: DeploymentRecord) -> dict[str, Any]:
+    """What the registry knows of a deployment, for people and programs."""
+    return {
+        "deployment": record.deployment,
+        "model": record.model,
+        "replicas": record.replicas,
+        "rest_url": record.rest_url,
+        "client_endpoint": record.client_endpoint,
+        "worker_endpoint": record.worker_endpoint,
+        "log_path": record.log_path,
+        "processes": {"supervisor": record.pid, **record.processes},
+    }

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine inside the calling process, for `pipeline()`: no sockets, one thread that steps, callers that wait.
+
+Any number of threads submit; their sequences share the engine's batches. Text is handled by the same classes as in a
+worker group. Everything about the engine happens in its thread, loading included, because thread settings of the
+numeric libraries belong to a thread. The thread holds no reference to `LocalEngine`, so dropping that ends it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from mii_zmq.config import EngineConfig
+from mii_zmq.errors import Cancelled, DeadlineExceeded, InternalError, MiiError
+from mii_zmq.sampling_params import SamplingParams
+from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
+from mii_zmq.worker.core import EngineCore
+from mii_zmq.worker.engine_channel import FromEngine, ModelResolved, Progress
+from mii_zmq.worker.engine_process import load_engine
+from mii_zmq.worker.plan import EngineLimits, EngineStats, SequenceOutput
+from mii_zmq.worker.text import PreparedSequence, PromptInput, build_sequence
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 30.0
+
+Prompt = str | list[dict[str, Any]]
+"""A text, or chat messages for the model's template."""
+
+
+class LocalRequest:
+    """One sequence under way: iterate for the pieces of its text. Belongs to the thread that iterates."""
+
+    def __init__(self, prepared: PreparedSequence, engine: _EngineThread) -> None:
+        self.prompt_length = prepared.prompt_length
+        self.num_tokens = 0
+        """Output tokens so far, the ending one included."""
+        self.finish_reason: str | None = None
+        self.sequence = prepared.sequence
+        self.processor = prepared.output_processor()
+        """The engine thread's, like `put`."""
+        self._engine = engine
+        self._pieces: queue.SimpleQueue[tuple[str, int, str | None] | MiiError] = queue.SimpleQueue()
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """The next piece, possibly empty; raises the MiiError that ended the sequence."""
+        if self._is_over:
+            raise StopIteration
+        piece = self._pieces.get()
+        if isinstance(piece, MiiError):
+            self._is_over = True
+            raise piece
+        text, self.num_tokens, self.finish_reason = piece
+        self._is_over = self.finish_reason is not None
+        return text
+
+    def put(self, piece: tuple[str, int, str | None] | MiiError) -> None:
+        self._pieces.put(piece)
+
+    def cancel(self) -> None:
+        """Stop generating; harmless after the end."""
+        if not self._is_over:
+            self._is_over = True
+            self._engine.send(_Cancel(self))
+
+    close = cancel
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    requests: list[LocalRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request: LocalRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    answer: Future[EngineStats]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    tokenizer: TextTokenizer
+    limits: EngineLimits
+
+
+class LocalEngine:
+    """Loads a model and runs it until `close`. All methods may be called from any thread."""
+
+    def __init__(self, config: EngineConfig, report: Callable[[dict[str, Any]], None]) -> None:
+        """Returns when the model is loaded; `report` is called with progress meanwhile.
+
+        Raises:
+            StartupError: the model cannot be served; one line says why.
+        """
+        self._thread = _EngineThread(config, report)
+        self._finalizer = weakref.finalize(self, self._thread.end)
+        self._thread.start()
+        loaded = self._thread.loaded.result()
+        self.tokenizer = loaded.tokenizer
+        self.limits = loaded.limits
+        self._seq_ids = itertools.count(1)
+
+    def submit(self, wanted: Sequence[tuple[Prompt, SamplingParams, int]]) -> list[LocalRequest]:
+        """Start generating for (prompt, options, index of the choice among `options.n`) each.
+
+        Raises:
+            RequestError: one of them cannot be done; then none was started.
+        """
+        requests = [self._prepare(prompt, params, choice) for prompt, params, choice in wanted]
+        self._thread.send(_Add(requests))
+        return requests
+
+    def stats(self) -> EngineStats:
+        """Counters of the scheduler and the block pool, between two steps."""
+        ask = _Ask(Future())
+        self._thread.send(ask)
+        return ask.answer.result()
+
+    def close(self) -> None:
+        """End what runs with Cancelled, free the engine, and wait until that is done. Idempotent."""
+        self._finalizer()
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, choice: int) -> LocalRequest:
+        form = PromptInput(text=prompt) if isinstance(prompt, str) else PromptInput(messages=prompt)
+        prepared = build_sequence(
+            self.tokenizer,
+            self.limits,
+            params,
+            os.urandom(16),
+            form,
+            seq_id=next(self._seq_ids),
+            choice=choice,
+        )
+        return LocalRequest(prepared, self._thread)
+
+
+class _EngineThread(threading.Thread):
+    """Owns the core. Others `send` commands."""
+
+    def __init__(self, config: EngineConfig, report: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(name="mii_zmq-engine", daemon=True)
+        self._inbox: queue.SimpleQueue[_Add | _Cancel | _Ask | None] = queue.SimpleQueue()
+        self._ending = threading.Lock()
+        self._ended_by: MiiError | None = None
+        """Set under the lock once nobody reads the inbox any more."""
+        self.loaded: Future[_Loaded] = Future()
+        self._config = config
+        self._report = report
+        self._requests: dict[int, LocalRequest] = {}
+
+    def send(self, command: _Add | _Cancel | _Ask) -> None:
+        """Hand over a command; after the end of the engine its requests fail with the reason of that."""
+        with self._ending:
+            if self._ended_by is None:
+                self._inbox.put(command)
+                return
+        _refuse(command, self._ended_by)
+
+    def end(self) -> None:
+        self._inbox.put(None)
+        if threading.current_thread() is not self and self.is_alive():
+            self.join(JOIN_TIMEOUT_S)
+
+    def run(self) -> None:
+        try:
+            core, tokenizer = self._load()
+        except Exception as error:  # noqa: BLE001 - the thread that waits for the engine raises it
+            self.loaded.set_exception(error)
+            return
+        self.loaded.set_result(_Loaded(tokenizer, core.limits))
+        reason: MiiError = Cancelled("the pipeline was destroyed")
+        try:
+            while self._turn(core):
+                pass
+        except Exception as error:
+            log.exception("the engine failed")
+            reason = InternalError(f"the engine failed: {type(error).__name__}: {error}; make a new pipeline")
+        with self._ending:
+            self._ended_by = reason
+        for request in self._requests.values():
+            request.put(reason)
+        self._requests.clear()
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if command is not None:
+                _refuse(command, reason)
+        core.close()
+
+    def _load(self) -> tuple[EngineCore, TextTokenizer]:
+        path = self._config.model
+
+        def on_message(message: FromEngine) -> None:
+            nonlocal path
+            if isinstance(message, Progress):
+                self._report({"progress": message.text, "fraction": message.fraction})
+            elif isinstance(message, ModelResolved):
+                path = message.path
+
+        core, _ = load_engine(self._config, on_message)
+        try:
+            return core, load_tokenizer(self._config.tokenizer or path)
+        except BaseException:
+            core.close()
+            raise
+
+    def _turn(self, core: EngineCore) -> bool:
+        """Take the commands that are there, waiting for one if there is nothing to do; then run a step."""
+        while True:
+            try:
+                command = self._inbox.get(block=not core.has_work)
+            except queue.Empty:
+                break
+            if command is None:
+                return False
+            self._obey(core, command)
+        for output in core.step():
+            self._deliver(core, output)
+        return True
+
+    def _obey(self, core: EngineCore, command: _Add | _Cancel | _Ask) -> None:
+        if isinstance(command, _Ask):
+            command.answer.set_result(core.stats())
+        elif isinstance(command, _Cancel):
+            if self._requests.pop(command.request.sequence.seq_id, None) is not None:
+                core.cancel([command.request.sequence.seq_id])
+        else:
+            for request in command.requests:
+                try:
+                    core.add(request.sequence)
+                except MiiError as error:
+                    request.put(error)
+                else:
+                    self._requests[request.sequence.seq_id] = request
+
+    def _deliver(self, core: EngineCore, output: SequenceOutput) -> None:
+        request = self._requests.get(output.seq_id)
+        if request is None:
+            return
+        if output.finish_reason in (None, "stop", "length"):
+            text, reason, _ = request.processor.push(output.token_ids, output.finish_reason)
+            request.put((text, request.processor.num_tokens, reason))
+            if reason is None:
+                return
+            if output.finish_reason is None:
+                # A stop string ended it, of which the engine knows nothing.
+                core.cancel([output.seq_id])
+        else:
+            request.put(_failure(output))
+        del self._requests[output.seq_id]
+
+
+def _refuse(command: _Add | _Cancel | _Ask, reason: MiiError) -> None:
+    if isinstance(command, _Add):
+        for request in command.requests:
+            request.put(reason)
+    elif isinstance(command, _Ask):
+        command.answer.set_exception(reason)
+
+
+def _failure(output: SequenceOutput) -> MiiError:
+    if output.finish_reason == "deadline":
+        return DeadlineExceeded("the request's deadline passed before it finished")
+    if output.finish_reason == "cancelled":
+        return Cancelled("the request was cancelled")
+    return InternalError(output.error or f"the engine ended the sequence with {output.finish_reason!r}")

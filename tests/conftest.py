@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every test gets a private run directory and must leave no child process and no socket file behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+LEAK_GRACE_S = 2.0
+"""A process that was killed in a test may need this long to disappear."""
+
+
+@pytest.fixture(autouse=True)
+def run_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A fresh MII_ZMQ_RUN_DIR with a path that is short enough for socket names."""
+    directory = Path(tempfile.mkdtemp(prefix="mz-", dir="/tmp"))
+    monkeypatch.setenv("MII_ZMQ_RUN_DIR", str(directory))
+    children = _children()
+    yield directory
+    leaked = _wait_until_empty(lambda: _children() - children)
+    sockets = [str(path) for path in directory.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+    shutil.rmtree(directory, ignore_errors=True)
+    assert not leaked, f"processes left behind: {[_command(pid) for pid in leaked]}"
+    assert not sockets, f"socket files left behind: {sockets}"
+
+
+@pytest.fixture
+def deployments(run_directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """For tests that start deployments: also a private cache, and no process may be left anywhere, nor any record."""
+    monkeypatch.setenv("MII_ZMQ_CACHE_DIR", str(tmp_path / "cache"))
+    yield run_directory
+    leaked = _wait_until_empty(lambda: _processes_with(str(run_directory)))
+    assert not leaked, f"processes left behind: {[_command(pid) for pid in leaked]}"
+    assert not list(run_directory.iterdir())
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama checkpoint with a byte-level tokenizer and a chat template, in float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests import tiny_tokenizers
+
+    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
+    tokenizer = tiny_tokenizers.byte_level()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_ids[0],
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer._backend.save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    settings = {**tiny_tokenizers.SETTINGS, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        found.update(map(int, path.read_text().split()))
+    return {pid for pid in found if not _is_gone(pid)}
+
+
+def _processes_with(run_directory: str) -> set[int]:
+    """Processes, whoever their parent is by now, that were started with this run directory or one below it."""
+    wanted = f"MII_ZMQ_RUN_DIR={run_directory}".encode()
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return {pid for pid in found if not _is_gone(pid)}
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _command(pid: int) -> str:
+    try:
+        return f"{pid}: " + Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return str(pid)
+
+
+def _wait_until_empty(find: Callable[[], set[int]]) -> set[int]:
+    deadline = time.monotonic() + LEAK_GRACE_S
+    while (found := find()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found

@@ -22,6 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -78,6 +80,7 @@ def running_stack(groups: int, model: str, trace: str | None = None) -> Iterator
         gateway, gateway_facts = start(
             "mii_zmq.gateway", ["--port", "0", "--brokers", facts["client_endpoint"]], "gateway"
         )
+        _wait_ready(gateway_facts["url"])
         yield Stack(broker, workers, gateway, gateway_facts["url"], facts["client_endpoint"])
 
 
@@ -113,7 +116,7 @@ async def latency(stack: Stack, trace: str, num_tokens: int) -> dict[str, Any]:
     mark = time.monotonic()
     read_times = await stream_events(stack.url, num_tokens, 1)
     sent_lines = _read_json_lines(trace)
-    sent = [line["sent"] for line in sent_lines if line["sent"] > mark and line["rows"]]
+    sent = [line["at"] for line in sent_lines if line["event"] == "sent" and line["at"] > mark]
     pairs = list(zip(sent[:num_tokens], read_times, strict=False))
     delays = sorted((read - at) * 1000 for at, read in pairs)
     return {
@@ -164,6 +167,17 @@ async def routing(stack: Stack, groups: int, requests: int) -> dict[str, Any]:
     used = _cpu_nanoseconds(stack.broker.pid) - before
     await client.close()
     return {"test": "routing", "groups": groups, "broker_us_per_request": round(used / requests / 1000, 1)}
+
+
+def _wait_ready(url: str) -> None:
+    for _ in range(500):
+        try:
+            urllib.request.urlopen(url.rstrip("/") + "/health/ready").close()
+            return
+        except urllib.error.HTTPError as error:
+            error.close()
+            time.sleep(0.02)
+    raise SystemExit("the gateway did not become ready within 10 s")
 
 
 def _read_json_lines(path: str) -> list[dict[str, Any]]:

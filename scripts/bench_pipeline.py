@@ -7,7 +7,7 @@ JSON line per test:
 
     latency     one stream: from the engine's send of a token to the client's read of its event (median, p99, ms)
     throughput  many paced streams: events per second in total, one event per token, and each process's CPU share
-    routing     CPU time of the broker per forwarded message with 1 and with 16 groups
+    routing     CPU time of the broker per forwarded message with 1 and with 16 groups, in alternating rounds
 
 Times of different processes are comparable because CLOCK_MONOTONIC is one clock per machine.
 """
@@ -151,22 +151,46 @@ async def throughput(stack: Stack, streams: int, num_tokens: int, step_ms: float
     }
 
 
-async def routing(stack: Stack, groups: int, requests: int) -> dict[str, Any]:
-    """Unstreamed one-token requests over ZeroMQ: CPU time of the broker per request."""
-    client = AsyncClient([stack.client_endpoint])
-    await client.connect()
-    body = GenerateBody(prompt="x", params={"max_new_tokens": 1, "ignore_eos": True})
+async def routing(
+    stacks: dict[int, Stack], rounds: int = 8, requests: int = 48, num_tokens: int = 32
+) -> dict[str, Any]:
+    """CPU time of the broker per forwarded message, with few and with many groups, in alternating rounds.
 
-    async def run(count: int) -> None:
-        for _ in range(count // 16):
-            await asyncio.gather(*(client.generate("bench", body, stream=False).result() for _ in range(16)))
+    One stream at a time, so that every message carries one row whatever the number of groups: GENERATE, ACCEPTED,
+    TOKENS per token, FINAL. What the broker uses while idle (heartbeats) is measured first and taken off.
+    """
+    body = GenerateBody(prompt="x", params={"max_new_tokens": num_tokens, "ignore_eos": True})
+    clients = {groups: AsyncClient([stack.client_endpoint]) for groups, stack in stacks.items()}
+    messages = requests * (num_tokens + 3)
 
-    await run(256)
-    before = _cpu_nanoseconds(stack.broker.pid)
-    await run(requests)
-    used = _cpu_nanoseconds(stack.broker.pid) - before
-    await client.close()
-    return {"test": "routing", "groups": groups, "broker_us_per_request": round(used / requests / 1000, 1)}
+    async def run(groups: int, count: int) -> None:
+        for _ in range(count):
+            await clients[groups].generate("bench", body, stream=True).result()
+
+    idle: dict[int, float] = {}
+    costs: dict[int, list[float]] = {groups: [] for groups in stacks}
+    for groups, stack in stacks.items():
+        await clients[groups].connect()
+        await run(groups, 16)
+        before = _cpu_nanoseconds(stack.broker.pid)
+        await asyncio.sleep(3)
+        idle[groups] = (_cpu_nanoseconds(stack.broker.pid) - before) / 3
+    for _ in range(rounds):
+        for groups, stack in stacks.items():
+            before, start = _cpu_nanoseconds(stack.broker.pid), time.monotonic()
+            await run(groups, requests)
+            used = _cpu_nanoseconds(stack.broker.pid) - before - idle[groups] * (time.monotonic() - start)
+            costs[groups].append(used / messages / 1000)
+    for client in clients.values():
+        await client.close()
+    medians = {groups: round(statistics.median(found), 2) for groups, found in costs.items()}
+    few, many = min(medians), max(medians)
+    return {
+        "test": "routing",
+        "broker_us_per_message": medians,
+        "ratio": round(medians[many] / medians[few], 3),
+        "idle_us_per_s": {groups: round(value / 1000) for groups, value in idle.items()},
+    }
 
 
 def _wait_ready(url: str) -> None:
@@ -214,9 +238,8 @@ def main() -> None:
                 result = uvloop.run(throughput(stack, options.streams, options.tokens, options.step_ms))
                 print(json.dumps(result), flush=True)
         if "routing" in options.tests:
-            for groups in (1, 16):
-                with running_stack(groups, "fake:step_ms=1") as stack:
-                    print(json.dumps(uvloop.run(routing(stack, groups, 4096))), flush=True)
+            with running_stack(1, "fake:step_ms=1") as few, running_stack(16, "fake:step_ms=1") as many:
+                print(json.dumps(uvloop.run(routing({1: few, 16: many}))), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ def run_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A fresh MII_ZMQ_RUN_DIR with a path that is short enough for socket names."""
     directory = Path(tempfile.mkdtemp(prefix="mz-", dir="/tmp"))
     monkeypatch.setenv("MII_ZMQ_RUN_DIR", str(directory))
+    # The command line sets it for its children; the next test must not inherit that.
+    monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", os.environ.get("MII_ZMQ_LOG_LEVEL", ""))
+    monkeypatch.delenv("MII_ZMQ_LOG_LEVEL")
     children = _children()
     yield directory
     leaked = _wait_until_empty(lambda: _children() - children)

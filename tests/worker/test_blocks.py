@@ -136,6 +136,7 @@ def test_check_finds_double_ownership_lost_blocks_and_double_release():
         blocks.release(table[:1])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_sequence_of_operations_keeps_the_accounting(data: st.DataObject):

@@ -161,7 +161,7 @@ def test_a_failed_row_ends_one_sequence_and_those_that_share_its_blocks_start_ov
     shared = [7] * 12
     driver = make_driver(make_limits(token_budget=64))
     driver.executor.faults.rows[1] = {0: "non-finite logits"}
-    driver.add(make_request(1, shared + [1]), make_request(2, shared + [2]), make_request(3, 9))
+    driver.add(make_request(1, [*shared, 1]), make_request(2, [*shared, 2]), make_request(3, 9))
     driver.run()
     assert driver.reasons == {1: "error", 2: "length", 3: "length"}
     assert driver.errors[1] == "non-finite logits"

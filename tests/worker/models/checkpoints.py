@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -18,32 +19,32 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 
 VOCAB = 131
-COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.2,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-LLAMA3_ROPE = dict(
-    rope_type="llama3",
-    rope_theta=10000.0,
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**COMMON, tie_word_embeddings=True),
     "llama_bias_llama3": LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
     "llama_linear_rope": LlamaConfig(
-        **COMMON, head_dim=16, rope_parameters=dict(rope_type="linear", rope_theta=5000.0, factor=2.0)
+        **COMMON, head_dim=16, rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
     ),
     "mistral": MistralConfig(**COMMON, sliding_window=13),
     "mistral_no_window": MistralConfig(**COMMON, sliding_window=None),

@@ -5,7 +5,7 @@
 
 Cases: `decode` (one request, time per token after the first), `batch` (16 requests at once, prompts uniform 32-512,
 outputs uniform 16-128 tokens, seed 0; transformers pads them into one batch), `prefix` (time to the first token of a
-prompt of 1,000 tokens seen before plus 16 new ones, against one never seen). One JSON line per repeat, then a table
+prompt of 1,000 tokens seen before plus 8 new ones, against one never seen). One JSON line per repeat, then a table
 of medians. `--random` uses an untrained checkpoint of SmolLM2-135M's shape. Speed on a shared machine drifts; only
 the ratios of one run mean something.
 """
@@ -39,7 +39,7 @@ from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
 
 DECODE_PROMPT, DECODE_TOKENS = 64, 64
 NUM_REQUESTS = 16
-PREFIX_TOKENS, SUFFIX_TOKENS = 1000, 16
+PREFIX_TOKENS, SUFFIX_TOKENS = 1000, 8
 
 
 class Clock(StoppingCriteria):

@@ -48,7 +48,7 @@ class OpTable:
     """(weight, bias, eps, width)."""
     attention: Callable[[AttentionShape], Attention]
     rotary_table: Callable[[Tensor, Tensor], Tensor]
-    """(positions [T], inverse frequencies [P]) -> [T, 1, P, 2]."""
+    """(positions [T], inverse frequencies [P]) -> [T, 1, P] complex."""
     rotate: Callable[[Tensor, Tensor], None]
     """(heads [T, H, D], rotary table): in place, adjacent pairs."""
     write_kv: Callable[[Tensor, KvLayer, CellMapping], None]

@@ -48,8 +48,8 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
 
 
 def rotate(heads: Tensor, table: Tensor) -> None:
-    """Rotate adjacent pairs of [T, H, D] in place by the angles of table [T, 1, P, 2]."""
-    cosine, sine = table[..., 0], table[..., 1]
+    """Rotate adjacent pairs of [T, H, D] in place by the complex table [T, 1, P]."""
+    cosine, sine = table.real, table.imag
     rotated = 2 * table.shape[2]
     even, odd = heads[..., 0:rotated:2].clone(), heads[..., 1:rotated:2].clone()
     heads[..., 0:rotated:2] = even * cosine - odd * sine

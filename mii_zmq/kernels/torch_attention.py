@@ -38,11 +38,13 @@ class DecodeGroup:
     token_end: int
     tile_ids: Tensor
     """[2 * R * Hk * blocks]: k or v, row, kv head, block."""
-    num_keys: int
-    """Keys gathered per row, a multiple of the block size."""
-    key_begin: int
-    key_end: int
-    """The gathered keys that are used (a lone row is cut exactly and needs no mask)."""
+    gathered: Tensor
+    """[2 * R * Hk * blocks, block_size * D]: where each layer gathers its tiles."""
+    keys: Tensor
+    """[R * Hk, keys, D], as is `values`: views of what was gathered (a lone row is cut exactly, so needs no mask)."""
+    values: Tensor
+    target: Tensor
+    """[R * Hk, Hq / Hk, D]: this group's part of the output."""
     bias: Tensor | None
     """[R * Hk, 1, keys]: 0, or -inf where a row has no key."""
 
@@ -65,14 +67,21 @@ class PromptChunk:
     token_end: int
     tile_ids: Tensor | None
     """[2 * Hk * blocks]: k or v, kv head, block. None: keys and values are those of this step's tokens."""
-    num_keys: int
+    gathered: Tensor | None
+    """[2 * Hk * blocks, block_size * D]: where each layer gathers its tiles."""
     pieces: tuple[ChunkPiece, ...]
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What every layer with the same window does in one step."""
+    """What every layer with the same window does in one step.
 
+    Buffers and views are made once here and reused by all layers: with few tokens, a layer's time is the number of
+    torch calls that it makes.
+    """
+
+    out: Tensor
+    """[T, Hq, D]; each layer overwrites it."""
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[PromptChunk, ...]
 
@@ -96,57 +105,55 @@ class TorchAttention:
             first_blocks = np.zeros_like(last_blocks)
         else:
             first_blocks = np.maximum(lengths - counts + 1 - window, 0) // layout.block_size
+        shape = self._shape
+        out = torch.empty(layout.num_tokens, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
         groups = [
-            self._plan_group(layout, window, begin, end, first_blocks, last_blocks)
+            self._plan_group(layout, window, begin, end, first_blocks, last_blocks, out)
             for begin, end in self._group_rows(single, last_blocks - first_blocks + 1, layout.block_size)
         ]
         chunks = [
             self._plan_chunk(layout, window, row, int(first_blocks[row]), int(last_blocks[row]))
             for row in np.flatnonzero(~single).tolist()
         ]
-        return AttentionPlan(tuple(groups), tuple(chunks))
+        return AttentionPlan(out, tuple(groups), tuple(chunks))
 
     def __call__(self, qkv: Tensor, layer: KvLayer, plan: AttentionPlan) -> Tensor:
-        """qkv [T, Hq + 2 Hk, D], rotated and already written to the pool -> [T, Hq * D]."""
-        num_heads, head_dim = self._shape.num_heads, self._shape.head_dim
-        out = torch.empty(qkv.shape[0], num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+        """qkv [T, Hq + 2 Hk, D], rotated and already written to the pool -> [T, Hq * D], valid until the next call."""
         for group in plan.groups:
-            self._decode(qkv, layer, group, out)
+            self._decode(qkv, layer, group)
         for chunk in plan.chunks:
-            self._prompt(qkv, layer, chunk, out)
-        return out.view(qkv.shape[0], num_heads * head_dim)
+            self._prompt(qkv, layer, chunk, plan.out)
+        return plan.out.view(qkv.shape[0], -1)
 
-    def _decode(self, qkv: Tensor, layer: KvLayer, group: DecodeGroup, out: Tensor) -> None:
-        shape = self._shape
-        rows = group.token_end - group.token_begin
-        batch = rows * shape.num_kv_heads
-        keys_values = self._gather(layer, group.tile_ids).view(2, batch, group.num_keys, shape.head_dim)
-        keys = keys_values[0, :, group.key_begin : group.key_end]
-        values = keys_values[1, :, group.key_begin : group.key_end]
+    def _decode(self, qkv: Tensor, layer: KvLayer, group: DecodeGroup) -> None:
+        torch.index_select(layer.tiles, 0, group.tile_ids, out=group.gathered)
         # The heads that share a kv head are the query rows of one product, so K and V are read once.
-        queries = qkv[group.token_begin : group.token_end, : shape.num_heads]
-        queries = queries.reshape(batch, self._group_size, shape.head_dim)
-        target = out[group.token_begin : group.token_end].view(batch, self._group_size, shape.head_dim)
+        queries = qkv[group.token_begin : group.token_end, : self._shape.num_heads].reshape(group.target.shape)
         if qkv.dtype is torch.float32:
-            bias, beta = (self._no_bias, 0) if group.bias is None else (group.bias, 1)
-            scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), beta=beta, alpha=shape.scale)
-            torch.bmm(torch.softmax(scores, -1), values, out=target)
+            beta = 0 if group.bias is None else 1
+            bias = self._no_bias if group.bias is None else group.bias
+            scores = torch.baddbmm(bias, queries, group.keys.transpose(1, 2), beta=beta, alpha=self._shape.scale)
+            torch.bmm(torch.softmax(scores, -1), group.values, out=group.target)
             return
-        bias = None if group.bias is None else group.bias.expand(-1, self._group_size, -1).unsqueeze(1)
+        mask = None if group.bias is None else group.bias.expand(-1, self._group_size, -1).unsqueeze(1)
         attended = torch.nn.functional.scaled_dot_product_attention(
-            queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), attn_mask=bias, scale=shape.scale
+            queries.unsqueeze(1),
+            group.keys.unsqueeze(1),
+            group.values.unsqueeze(1),
+            attn_mask=mask,
+            scale=self._shape.scale,
         )
-        target.copy_(attended.squeeze(1))
+        group.target.copy_(attended.squeeze(1))
 
     def _prompt(self, qkv: Tensor, layer: KvLayer, chunk: PromptChunk, out: Tensor) -> None:
         shape = self._shape
         tokens = qkv[chunk.token_begin : chunk.token_end].transpose(0, 1)
-        if chunk.tile_ids is None:
+        if chunk.tile_ids is None or chunk.gathered is None:
             keys = tokens[shape.num_heads : shape.num_heads + shape.num_kv_heads]
             values = tokens[shape.num_heads + shape.num_kv_heads :]
         else:
-            gathered = self._gather(layer, chunk.tile_ids)
-            keys, values = gathered.view(2, shape.num_kv_heads, chunk.num_keys, shape.head_dim)
+            torch.index_select(layer.tiles, 0, chunk.tile_ids, out=chunk.gathered)
+            keys, values = chunk.gathered.view(2, shape.num_kv_heads, -1, shape.head_dim)
         for piece in chunk.pieces:
             attended = torch.nn.functional.scaled_dot_product_attention(
                 qkv[piece.token_begin : piece.token_end, : shape.num_heads].transpose(0, 1).unsqueeze(0),
@@ -159,13 +166,13 @@ class TorchAttention:
             )
             out[piece.token_begin : piece.token_end].copy_(attended.squeeze(0).transpose(0, 1))
 
-    def _gather(self, layer: KvLayer, tile_ids: Tensor) -> Tensor:
-        width = layer.tiles.shape[1]
+    def _gather_buffer(self, tile_ids: Tensor, block_size: int) -> Tensor:
+        """Room for these tiles; all groups and chunks use the same memory, one after the other."""
+        width = block_size * self._shape.head_dim
         needed = tile_ids.numel() * width
         if self._scratch.numel() < needed:
             self._scratch = self._scratch.new_empty(needed)
-        target = self._scratch[:needed].view(-1, width)
-        return torch.index_select(layer.tiles, 0, tile_ids, out=target)
+        return self._scratch[:needed].view(-1, width)
 
     def _group_rows(self, single: np.ndarray, num_blocks: np.ndarray, block_size: int) -> list[tuple[int, int]]:
         """Cut each run of one-token rows where padding to the longest row would cost too much."""
@@ -195,8 +202,9 @@ class TorchAttention:
         end: int,
         first_blocks: np.ndarray,
         last_blocks: np.ndarray,
+        out: Tensor,
     ) -> DecodeGroup:
-        block_size, rows = layout.block_size, end - begin
+        shape, block_size, rows = self._shape, layout.block_size, end - begin
         first, last = first_blocks[begin:end, None], last_blocks[begin:end, None]
         num_blocks = int((last - first).max()) + 1
         columns = first + np.arange(num_blocks)
@@ -215,9 +223,12 @@ class TorchAttention:
             if window is not None:
                 visible &= positions >= lengths - window
             if not visible.all():
-                bias = self._bias(visible).repeat_interleave(self._shape.num_kv_heads, 0).unsqueeze(1)
+                bias = self._bias(visible).repeat_interleave(shape.num_kv_heads, 0).unsqueeze(1)
         tile_ids = self._tile_ids(block_ids)
-        return DecodeGroup(token_begin, token_begin + rows, tile_ids, num_keys, key_begin, key_end, bias)
+        gathered = self._gather_buffer(tile_ids, block_size)
+        keys, values = gathered.view(2, rows * shape.num_kv_heads, num_keys, shape.head_dim)[:, :, key_begin:key_end]
+        target = out[token_begin : token_begin + rows].view(-1, self._group_size, shape.head_dim)
+        return DecodeGroup(token_begin, token_begin + rows, tile_ids, gathered, keys, values, target, bias)
 
     def _plan_chunk(
         self, layout: RaggedLayout, window: int | None, row: int, first_block: int, last_block: int
@@ -225,12 +236,11 @@ class TorchAttention:
         begin, end = layout.query_start_loc[row : row + 2].tolist()
         length = int(layout.seq_lens[row])
         start = length - (end - begin)
-        tile_ids, base, num_keys = None, 0, length
+        tile_ids, gathered, base = None, None, 0
         if start > 0:
-            block_ids = layout.block_tables[row : row + 1, first_block : last_block + 1]
-            tile_ids = self._tile_ids(block_ids)
+            tile_ids = self._tile_ids(layout.block_tables[row : row + 1, first_block : last_block + 1])
+            gathered = self._gather_buffer(tile_ids, layout.block_size)
             base = first_block * layout.block_size
-            num_keys = block_ids.shape[1] * layout.block_size
         pieces = []
         for piece_begin in range(begin, end, PIECE):
             piece_end = min(piece_begin + PIECE, end)
@@ -245,7 +255,7 @@ class TorchAttention:
                     visible &= key_positions > positions[:, None] - window
                 bias = self._bias(visible)
             pieces.append(ChunkPiece(piece_begin, piece_end, key_begin - base, key_end - base, bias))
-        return PromptChunk(begin, end, tile_ids, num_keys, tuple(pieces))
+        return PromptChunk(begin, end, tile_ids, gathered, tuple(pieces))
 
     def _tile_ids(self, block_ids: np.ndarray) -> Tensor:
         """[R, blocks] -> flat tile numbers in the order k or v, row, kv head, block."""

@@ -54,26 +54,27 @@ class LayerNorm:
 
 
 def rotary_table(positions: Tensor, inverse_frequencies: Tensor) -> Tensor:
-    """[T] positions and [P] float32 frequencies -> [T, 1, P, 2] float32: cosine and sine of each pair's angle."""
+    """[T] positions and [P] float32 frequencies -> [T, 1, P] complex64: each pair's rotation."""
     angles = torch.outer(positions.float(), inverse_frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1).unsqueeze(1)
+    return torch.complex(angles.cos(), angles.sin()).unsqueeze(1)
 
 
 def rotate(heads: Tensor, table: Tensor) -> None:
     """Rotate [T, H, D] in place; pair i of a head is its adjacent elements (2 i, 2 i + 1), for i < P."""
-    rotated = 2 * table.shape[2]
-    pairs = (heads if rotated == heads.shape[-1] else heads[..., :rotated]).unflatten(-1, (-1, 2))
+    num_tokens, num_heads, head_dim = heads.shape
+    num_pairs = table.shape[2]
+    rotated = heads if 2 * num_pairs == head_dim else heads[..., : 2 * num_pairs]
+    pairs = rotated.view(num_tokens, num_heads, num_pairs, 2)
     if heads.dtype is torch.float32:
-        torch.view_as_complex(pairs).mul_(torch.view_as_complex(table))
-        return
-    product = torch.view_as_complex(pairs.float()) * torch.view_as_complex(table)
-    pairs.copy_(torch.view_as_real(product))
+        torch.view_as_complex(pairs).mul_(table)
+    else:
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * table))
 
 
 def write_kv(qkv: Tensor, layer: KvLayer, mapping: CellMapping) -> None:
     """Store the keys and values of [T, Hq + 2 Hk, D] in the pool."""
     _, _, kinds, num_kv_heads, head_dim = layer.cells.shape
-    keys_values = qkv[:, -kinds * num_kv_heads :].unflatten(1, (kinds, num_kv_heads))
+    keys_values = qkv[:, -kinds * num_kv_heads :].view(-1, kinds, num_kv_heads, head_dim)
     layer.cells.index_put_((mapping.block_ids, mapping.offsets), keys_values)
 
 

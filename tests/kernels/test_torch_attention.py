@@ -111,8 +111,8 @@ def test_a_lone_decode_needs_no_mask_and_a_window_reads_few_blocks() -> None:
     case = Case([(101, 1)], block_size=4)
     (group,) = TorchAttention(case.shape).plan(case.layout, 6).groups
     assert group.bias is None
-    assert group.num_keys == 8
-    assert group.key_end - group.key_begin == 6
+    assert group.gathered.shape == (2 * 2 * 2, 4 * 8)
+    assert group.keys.shape == group.values.shape == (2, 6, 8)
 
 
 def test_nan_in_a_neighbours_block_does_not_leak() -> None:

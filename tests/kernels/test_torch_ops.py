@@ -54,7 +54,7 @@ def test_rotate(num_tokens: int, num_heads: int, head_dim: int, pairs: int, dtyp
     packed = rand(num_tokens, num_heads + 2, head_dim, dtype=dtype)
     table = torch_ops.rotary_table(torch.arange(num_tokens) * 1000, rand(pairs).abs())
     expected = packed.double()
-    reference.rotate(expected[:, :num_heads], table.double())
+    reference.rotate(expected[:, :num_heads], table)
     torch_ops.rotate(packed[:, :num_heads], table)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(packed.double(), expected, rtol=tolerance, atol=tolerance)

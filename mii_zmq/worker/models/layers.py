@@ -26,7 +26,7 @@ class StepContext:
 
     mapping: CellMapping
     rotary: Tensor | None
-    """[T, 1, P, 2]; None without rotary embedding."""
+    """[T, 1, P] complex; None without rotary embedding."""
     plans: list[Any]
     """Attention plan per distinct window."""
 

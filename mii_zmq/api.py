@@ -22,6 +22,7 @@ from mii_zmq.mii_client import (
     Response,
     StreamingFn,
     check_streamable,
+    check_streaming_fn,
     checked_prompts,
 )
 from mii_zmq.mii_settings import default_deployment_name, pipeline_settings, serve_settings
@@ -149,6 +150,7 @@ class Pipeline:
         engine = self.inference_engine
         texts, params = checked_prompts(prompts, generate_kwargs)
         if streaming_fn is not None:
+            check_streaming_fn(streaming_fn)
             check_streamable(texts, params)
             for response in self.stream(texts[0], **generate_kwargs):
                 streaming_fn([response])

@@ -141,6 +141,10 @@ class _Console:
         self._sends_first = sends_first
 
     def __call__(self, facts: dict[str, Any]) -> None:
+        if "ending" in facts:
+            text = f"Ending; running requests get up to {facts['ending']:g} s. Ctrl-C again ends at once."
+            print(f"\n{text}", file=sys.stderr, flush=True)
+            return
         if not facts.get("ready"):
             self._progress(facts)
             return

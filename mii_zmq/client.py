@@ -25,8 +25,8 @@ from mii_zmq.errors import (
     Cancelled,
     InternalError,
     MiiError,
-    Overloaded,
     ProtocolError,
+    ServiceError,
     from_wire,
 )
 from mii_zmq.protocol import FinalBody, GenerateBody, GenerateHeader, Hello, Message, TokenDelta, Verb, Welcome
@@ -38,6 +38,7 @@ HELLO_INTERVAL_S = (0.01, 0.5)
 """Between two HELLOs to a broker that has not answered: first and longest, doubling."""
 BROKER_GRACE_S = 15.0
 """How long unfinished requests wait for a vanished broker."""
+_CLOSED = "this client was closed; make a new one"
 CHARS_PER_TOKEN = 4
 DEFAULT_OUTPUT_TOKENS = 256
 """Guess for routing when a request names no length."""
@@ -75,6 +76,7 @@ class Generation:
         "body",
         "final",
         "header",
+        "is_sent",
         "request_id",
     )
 
@@ -83,6 +85,7 @@ class Generation:
         self.header = header
         self.body = body
         self.final: FinalBody | None = None
+        self.is_sent = False
         self._link = link
         self._deltas: list[TokenDelta] = []
         self._token_ids = bytearray()
@@ -212,11 +215,14 @@ class AsyncClient:
     ) -> Generation:
         """Send one request (`n` in its params must be 1) and return at once.
 
+        While a broker that was there is away (it is restarted in under a second), requests wait for it.
+
         Raises:
-            BrokerUnavailable: no broker is connected.
-            RequestTooLarge: the encoded body exceeds the protocol's limit.
+            BrokerUnavailable: no broker is connected, or expected back.
+            InvalidRequest, RequestTooLarge: the body cannot be encoded, or exceeds the protocol's limit.
         """
         link = next((link for link in self._links if link.is_up), None)
+        link = link or next((link for link in self._links if link.is_expected), None)
         if link is None:
             raise BrokerUnavailable(
                 f"no broker answers at {', '.join(self._endpoints)}; is it running?", retry_after_ms=1000
@@ -261,6 +267,9 @@ class _Link:
         self._heartbeat_s = 0.5
         self._liveness = 6
         self._heard = time.monotonic()
+        self._down = asyncio.Event()
+        self._down_since = self._heard
+        self._was_up = False
         self._generations: dict[bytes, Generation] = {}
         self._statuses: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
         self._socket = transport.AsyncSocket(transport.connect_dealer(context, endpoint), self._on_frames)
@@ -270,13 +279,31 @@ class _Link:
     def is_up(self) -> bool:
         return self.up.is_set()
 
+    @property
+    def is_expected(self) -> bool:
+        """Down, but not for long enough to be given up."""
+        return self._was_up and not self.is_up and time.monotonic() - self._down_since < BROKER_GRACE_S
+
     def submit(self, generation: Generation) -> None:
+        """Send now, or with the next WELCOME if the broker is away."""
         self._generations[generation.request_id] = generation
+        if self.is_up:
+            self._try_send(generation)
+
+    def _try_send(self, generation: Generation) -> None:
         try:
             self._socket.send(generation.to_frames())
+            generation.is_sent = True
         except transport.PeerFull:
-            del self._generations[generation.request_id]
-            raise Overloaded("the broker does not keep up with this connection", retry_after_ms=1000) from None
+            # Not connected, or a broker that does not read: find out by HELLO, send again after WELCOME.
+            generation.is_sent = False
+            self._set_down()
+
+    def _set_down(self) -> None:
+        if self.is_up:
+            self._down_since = time.monotonic()
+        self.up.clear()
+        self._down.set()
 
     def cancel(self, generation: Generation) -> None:
         if self._generations.pop(generation.request_id, None) is not None:
@@ -310,7 +337,6 @@ class _Link:
     async def _run(self) -> None:
         """Say HELLO until WELCOME comes, then send heartbeats until the broker falls silent; for ever."""
         while True:
-            down_since = time.monotonic()
             interval_s = HELLO_INTERVAL_S[0]
             while not self.is_up:
                 with contextlib.suppress(transport.PeerFull):
@@ -318,15 +344,18 @@ class _Link:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.up.wait(), interval_s)
                 interval_s = min(2 * interval_s, HELLO_INTERVAL_S[1])
-                if time.monotonic() - down_since > BROKER_GRACE_S:
+                if not self.is_up and time.monotonic() - self._down_since > BROKER_GRACE_S:
                     self._fail_all(BrokerUnavailable(f"the broker at {self.endpoint} is gone", retry_after_ms=1000))
             while self.is_up:
-                with contextlib.suppress(transport.PeerFull):
+                try:
                     self._socket.send(protocol.encode(Verb.HEARTBEAT))
-                await asyncio.sleep(self._heartbeat_s)
+                except transport.PeerFull:
+                    self._set_down()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._down.wait(), self._heartbeat_s)
                 if time.monotonic() - self._heard > self._liveness * self._heartbeat_s:
                     log.warning("the broker at %s has fallen silent", self.endpoint)
-                    self.up.clear()
+                    self._set_down()
 
     def _fail_all(self, error: MiiError) -> None:
         generations, self._generations = self._generations, {}
@@ -343,10 +372,7 @@ class _Link:
     def _on_message(self, message: Message) -> None:
         match message.verb:
             case Verb.TOKENS:
-                for delta in protocol.iterate_tokens(message):
-                    generation = self._generations.get(delta.request_id)
-                    if generation is not None:
-                        generation.on_delta(delta)
+                self._on_tokens(message)
             case Verb.FINAL:
                 generation = self._generations.pop(message.request_id, None)
                 if generation is not None:
@@ -361,12 +387,18 @@ class _Link:
                     future.set_result(protocol.unpack_map(message.body, "body"))
             case Verb.HEARTBEAT:
                 if message.header.get("epoch", self._epoch) != self._epoch:
-                    self.up.clear()
+                    self._set_down()
             case Verb.DISCONNECT:
-                self.up.clear()
+                self._set_down()
                 self._epoch = None
             case _:
                 pass
+
+    def _on_tokens(self, message: Message) -> None:
+        for delta in protocol.iterate_tokens(message):
+            generation = self._generations.get(delta.request_id)
+            if generation is not None:
+                generation.on_delta(delta)
 
     def _on_error(self, message: Message) -> None:
         error = from_wire(message.header)
@@ -380,17 +412,15 @@ class _Link:
         self._heartbeat_s = welcome.heartbeat_ms / 1000
         self._liveness = welcome.liveness
         is_new = welcome.epoch != self._epoch
-        had_one = self._epoch is not None or bool(self._generations)
         self._epoch = welcome.epoch
+        self._was_up = True
+        self._down.clear()
         self.up.set()
-        if is_new and had_one and self._generations:
-            log.warning("the broker at %s is new; sending %d requests again", self.endpoint, len(self._generations))
-            for generation in list(self._generations.values()):
-                try:
-                    self._socket.send(generation.to_frames())
-                except transport.PeerFull:
-                    self._generations.pop(generation.request_id, None)
-                    generation.fail(Overloaded("the broker does not keep up", retry_after_ms=1000))
+        again = [g for g in self._generations.values() if is_new or not g.is_sent]
+        if again:
+            log.warning("the broker at %s is back; sending %d requests again", self.endpoint, len(again))
+        for generation in again:
+            self._try_send(generation)
 
 
 class BackgroundLoop:
@@ -399,26 +429,53 @@ class BackgroundLoop:
 
     def __init__(self, name: str = "mii_zmq-client") -> None:
         self._loop = asyncio.new_event_loop()
+        self._submitting = threading.Lock()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine there and wait for its result; KeyboardInterrupt cancels it."""
+        """Run a coroutine there and wait for its result; KeyboardInterrupt cancels it.
+
+        Raises:
+            ServiceError: the loop was closed, before or while the coroutine ran.
+        """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise InternalError("a synchronous call was made from the client's own event loop")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._submitting:
+            if self._is_closed:
+                coroutine.close()
+                raise ServiceError(_CLOSED)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
         except (KeyboardInterrupt, concurrent.futures.TimeoutError):
             future.cancel()
             raise
+        except concurrent.futures.CancelledError:
+            raise ServiceError(_CLOSED) from None
 
     def close(self) -> None:
+        """Cancel what runs, whoever waits for it, and end the thread. Idempotent."""
+        with self._submitting:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         if not self._thread.is_alive():
             self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        """Everything submitted before `close` took the lock is a task by now, since callbacks run in order."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Their results reach the waiting threads by callbacks of their own.
+        await asyncio.sleep(0)
 
 
 def _estimate_tokens(body: GenerateBody) -> int:

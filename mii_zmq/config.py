@@ -290,11 +290,11 @@ def check_endpoint(endpoint: str, insecure: bool) -> str:
 
 
 def cache_dir() -> Path:
-    """Where converted models and compiled kernels live."""
+    """Where converted models and compiled kernels live; raises ConfigError when it cannot be made."""
     base = os.environ.get("MII_ZMQ_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     root = Path(base) if base else Path.home() / ".cache"
     path = root if os.environ.get("MII_ZMQ_CACHE_DIR") else root / "mii_zmq"
-    path.mkdir(parents=True, exist_ok=True)
+    _make_directory(path, 0o777, "the cache directory", "MII_ZMQ_CACHE_DIR")
     return path
 
 
@@ -307,11 +307,18 @@ def run_dir() -> Path:
     configured = os.environ.get("MII_ZMQ_RUN_DIR") or os.environ.get("XDG_RUNTIME_DIR")
     root = Path(configured) if configured else Path(tempfile.gettempdir())
     path = root if os.environ.get("MII_ZMQ_RUN_DIR") else root / f"mii_zmq-{os.getuid()}"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_directory(path, 0o700, "the run directory", "MII_ZMQ_RUN_DIR")
     status = path.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(f"the run directory {path} must belong to you with mode 0700; set MII_ZMQ_RUN_DIR to one")
     return path
+
+
+def _make_directory(path: Path, mode: int, what: str, variable: str) -> None:
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be made: {error.strerror}; set {variable} to another one") from None
 
 
 def log_level() -> str:

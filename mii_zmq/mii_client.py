@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from mii_zmq.client import AsyncClient, BackgroundLoop, Completion, Generation, fan_out
 from mii_zmq.errors import InvalidRequest, ServiceError
@@ -88,22 +88,31 @@ class MIIClient:
     def deployment(self) -> str:
         return self._record.deployment
 
-    def __call__(
-        self, prompts: str | Sequence[str], streaming_fn: StreamingFn | None = None, **generate_kwargs: Any
-    ) -> list[Response]:
-        return self.generate(prompts, streaming_fn, **generate_kwargs)
+    @overload
+    def generate(
+        self, prompts: str | Sequence[str], streaming_fn: None = None, **generate_kwargs: Any
+    ) -> list[Response]: ...
+
+    @overload
+    def generate(self, prompts: str | Sequence[str], streaming_fn: StreamingFn, **generate_kwargs: Any) -> None: ...
 
     def generate(
         self, prompts: str | Sequence[str], streaming_fn: StreamingFn | None = None, **generate_kwargs: Any
-    ) -> list[Response]:
-        """Generate for each prompt, each as a request of its own; see `Pipeline.__call__` for order and streaming."""
+    ) -> list[Response] | None:
+        """Generate for each prompt, each as a request of its own; see `Pipeline.__call__` for order and streaming.
+
+        With `streaming_fn` the answer goes there, piece by piece, and None is returned, as in the original.
+        """
         texts, params = checked_prompts(prompts, generate_kwargs)
         if streaming_fn is not None:
+            check_streaming_fn(streaming_fn)
             check_streamable(texts, params)
             for response in self.stream(texts[0], **generate_kwargs):
                 streaming_fn([response])
-            return []
+            return None
         return self._run(_generate_all(self._client, self._record.deployment, texts, params))
+
+    __call__ = generate
 
     def stream(self, prompt: str | Chat, **generate_kwargs: Any) -> Iterator[Response]:
         """The parts of one answer as they arrive; see `Pipeline.stream`."""
@@ -133,8 +142,8 @@ class MIIClient:
         """Disconnect; the deployment goes on."""
         with self._closing:
             if not self._is_closed:
-                self._run(self._client.close())
                 self._is_closed = True
+                self._loop.run(self._client.close())
                 self._loop.close()
 
     def __enter__(self) -> MIIClient:
@@ -213,6 +222,14 @@ def checked_prompts(prompts: Any, options: Mapping[str, Any]) -> tuple[list[str]
 def check_streamable(prompts: Sequence[Any], params: SamplingParams) -> None:
     if len(prompts) != 1 or params.n != 1:
         raise InvalidRequest("streaming takes one prompt and n = 1; start one stream for each", param="prompts")
+
+
+def check_streaming_fn(streaming_fn: Any) -> None:
+    if not callable(streaming_fn):
+        raise InvalidRequest(
+            f"streaming_fn must be callable with a list of one Response, got {type(streaming_fn).__name__}",
+            param="streaming_fn",
+        )
 
 
 def _stream_body(prompt: str | Chat, options: Mapping[str, Any]) -> GenerateBody:

@@ -150,7 +150,7 @@ def _check_ranges(params: SamplingParams) -> None:
     for name in ("stop", "bad_words"):
         strings: tuple[str, ...] = getattr(params, name)
         limit = MAX_STOP_STRINGS if name == "stop" else MAX_LIST_ITEMS
-        _require(len(strings) <= limit, name, len(strings), f"at most {limit} strings")
+        _require(len(strings) <= limit, name, f"a list of {len(strings)} strings", f"at most {limit} strings")
         for string in strings:
             _require(
                 0 < len(string) <= MAX_STOP_CHARS,
@@ -189,14 +189,14 @@ def _check_numbers(params: SamplingParams) -> None:
     )
     _require(params.seed is None or 0 <= params.seed < 2**63, "seed", params.seed, "0 to 2^63 - 1")
     _require(1 <= params.n <= MAX_N, "n", params.n, f"1 to {MAX_N}")
-    _require(params.top_k is None or 1 <= params.top_k <= MAX_TOKENS, "top_k", params.top_k, "at least 1")
+    _require(params.top_k is None or 1 <= params.top_k <= MAX_TOKENS, "top_k", params.top_k, f"1 to {MAX_TOKENS}")
 
 
 def _check_lengths(params: SamplingParams) -> None:
     for name in ("max_length", "max_new_tokens"):
         value = getattr(params, name)
-        _require(value is None or 1 <= value <= MAX_TOKENS, name, value, "at least 1")
-    _require(0 <= params.min_new_tokens <= MAX_TOKENS, "min_new_tokens", params.min_new_tokens, "at least 0")
+        _require(value is None or 1 <= value <= MAX_TOKENS, name, value, f"1 to {MAX_TOKENS}")
+    _require(0 <= params.min_new_tokens <= MAX_TOKENS, "min_new_tokens", params.min_new_tokens, f"0 to {MAX_TOKENS}")
     if params.max_new_tokens is not None:
         _require(
             params.min_new_tokens <= params.max_new_tokens,

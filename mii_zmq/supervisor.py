@@ -261,6 +261,8 @@ class Supervisor:
         """From the doors inwards, so that what was accepted still finds everything that it needs: the gateway, then the
         broker, which waits for its running and queued requests, then the groups."""
         patience_s = self._launch.drain_timeout_s + 5
+        if self._record.ready and self._stops < 2:
+            self._report({"ending": self._launch.drain_timeout_s})
         for members in ([self._gateway], [self._broker], self._workers):
             self._stop(members, patience_s)
 

@@ -27,12 +27,18 @@ class Stack:
     gateway: Child | None = None
     url: str = ""
 
+    client_endpoint: str = LOOPBACK
+    worker_endpoint: str = LOOPBACK
+
     def __post_init__(self) -> None:
-        options = ["--client-endpoint", LOOPBACK, "--worker-endpoint", LOOPBACK, *self.broker_options]
-        self.broker = spawn("mii_zmq.broker", options, "broker")
+        self.start_broker()
+
+    def start_broker(self) -> None:
+        """The first one takes free ports; a later one, after a kill, takes the same."""
+        endpoints = ["--client-endpoint", self.client_endpoint, "--worker-endpoint", self.worker_endpoint]
+        self.broker = spawn("mii_zmq.broker", [*endpoints, *self.broker_options], "broker")
         facts = self.broker.wait_ready(30)
-        self.client_endpoint: str = facts["client_endpoint"]
-        self.worker_endpoint: str = facts["worker_endpoint"]
+        self.client_endpoint, self.worker_endpoint = facts["client_endpoint"], facts["worker_endpoint"]
 
     def start_group(self, name: str, model: str, *options: str, wait: bool = True) -> Child:
         arguments = ["--model", model, "--deployment", self.deployment, "--brokers", self.worker_endpoint]

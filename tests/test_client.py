@@ -21,6 +21,7 @@ from mii_zmq.errors import (
     Overloaded,
     ProtocolError,
     RequestTooLarge,
+    ServiceError,
 )
 from mii_zmq.protocol import FinalBody, GenerateBody, GenerateHeader, Message, TokenDelta, TokenRows, Verb, Welcome
 from mii_zmq.sampling_params import SamplingParams
@@ -190,14 +191,31 @@ async def test_request_is_sent_again_to_a_restarted_broker(broker: ScriptedBroke
         successor.close()
 
 
-async def test_silent_broker_is_not_connected(broker: ScriptedBroker, client: AsyncClient) -> None:
+async def test_requests_wait_for_a_broker_that_is_away(broker: ScriptedBroker, client: AsyncClient) -> None:
     broker.is_mute = True
     async with asyncio.timeout(5):
         await _until(lambda: not client.is_connected)
-    with pytest.raises(BrokerUnavailable):
-        start(client)
+    generation = start(client)
     with pytest.raises(BrokerUnavailable):
         await client.status()
+    broker.is_mute = False
+    peer, message = await broker.next(Verb.GENERATE)
+    assert message.request_id == generation.request_id
+    broker.send(peer, tokens(delta(message.request_id, 0, [7], "a", "length")))
+    broker.send(peer, final(message.request_id, 1))
+    assert (await generation.result()).text == "a"
+
+
+async def test_a_given_up_connection_sends_its_requests_again(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = start(client)
+    peer, message = await broker.next(Verb.GENERATE)
+    broker.send(peer, tokens(delta(message.request_id, 0, [7], "a")))
+    broker.send(peer, protocol.encode(Verb.DISCONNECT, header={"reason": "missed its heartbeats"}))
+    peer, message = await broker.next(Verb.GENERATE)
+    assert list(message.raw) == [(7).to_bytes(4, "little")]
+    broker.send(peer, tokens(delta(message.request_id, 1, [8], "b", "length")))
+    broker.send(peer, final(message.request_id, 2))
+    assert (await generation.result()).text == "ab"
 
 
 async def test_no_broker_at_all() -> None:
@@ -244,6 +262,31 @@ def test_background_loop_serves_many_threads() -> None:
     with pytest.raises(InternalError):
         loop.run(nested())
     loop.close()
+
+
+def test_closing_a_background_loop_frees_those_who_wait() -> None:
+    loop = BackgroundLoop()
+    waiting, outcomes = threading.Event(), []
+
+    async def wait_for_ever() -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    def call() -> None:
+        try:
+            loop.run(wait_for_ever())
+        except ServiceError as error:
+            outcomes.append(error.message)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert waiting.wait(5)
+    loop.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    with pytest.raises(ServiceError, match="closed"):
+        loop.run(wait_for_ever())
+    assert len(outcomes) == 1
 
 
 def test_fan_out_gives_each_choice_its_own_seed() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mii_zmq.broker.liveness import Liveness
-from mii_zmq.broker.records import Address, Client, ToClient
+from mii_zmq.broker.records import Address, Client, Deployment, ToClient
 from mii_zmq.broker.requests import Requests
 from mii_zmq.errors import Cancelled, Draining, InvalidRequest, MiiError, NoWorkers, ProtocolError, UnknownDeployment
 from mii_zmq.protocol import (
@@ -36,8 +36,11 @@ log = logging.getLogger(__name__)
 
 CAPABILITIES = ("batch",)
 IDLE_CLIENT_S = 600.0
-SETTLING_S = 10.0
-"""After its start the broker cannot tell an unknown deployment from one whose workers have not registered yet."""
+SETTLING_S = (2.0, 10.0)
+"""After its start the broker cannot tell an unknown deployment from one whose workers have not registered yet: requests
+for one wait this long where other workers have registered, and where none has."""
+MAX_EXPECTED = 64
+"""Deployments that requests may wait for in that time."""
 MAX_SHOWN_NAMES = 20
 MAX_NAME_LENGTH = 200
 
@@ -114,10 +117,10 @@ class Clients:
             client.last_seen = now
 
     def _give_up(self, client: Client, now: float) -> None:
-        """It may be back one day: its requests get their terminal messages."""
+        """Should it be back one day, DISCONNECT tells it that it has no requests here; it may send them again."""
         self._requests.counters.clients_lost += bool(client.requests)
         log.info("client %r missed its heartbeats with %d requests", client.name, len(client.requests))
-        self._requests.cancel(client.requests.values(), Cancelled("the client missed its heartbeats"), now)
+        self._requests.cancel(client.requests.values(), None, now)
         del self.by_address[client.address]
         self._disconnect(client.address, "the connection missed its heartbeats; send HELLO")
 
@@ -145,9 +148,7 @@ class Clients:
             raise InvalidRequest("raw frame 0 of GENERATE holds token ids of 4 bytes each", param="resume")
         if self.is_draining:
             raise Draining("the broker is shutting down; send the request to another one", retry_after_ms=1000)
-        deployment = self._requests.deployments.get(header.deployment)
-        if deployment is None:
-            raise self._unknown(header.deployment, now)
+        deployment = self._requests.deployments.get(header.deployment) or self._expect(header.deployment, now)
         self._requests.check_room(client, deployment, len(message.body) + sum(map(len, message.raw)), now)
         earlier = self._requests.by_id.get(message.request_id)
         if earlier is not None:
@@ -155,14 +156,16 @@ class Clients:
             self._requests.cancel([earlier], Cancelled("another connection sent this request again"), now)
         self._requests.accept(client, deployment, header, message, now)
 
-    def _unknown(self, name: str, now: float) -> MiiError:
-        known = list(self._requests.deployments)
-        if not known and now - self._started_at < SETTLING_S:
-            return NoWorkers("no worker has registered since the broker started", retry_after_ms=500)
-        shown = ", ".join(known[:MAX_SHOWN_NAMES]) or "none"
-        return UnknownDeployment(
-            f"deployment {name[:MAX_NAME_LENGTH]!r} is unknown; known: {shown}", param="deployment"
-        )
+    def _expect(self, name: str, now: float) -> Deployment:
+        """A deployment that no worker has registered for yet: soon after the start, one to wait for."""
+        known = [known.name for known in self._requests.deployments.values() if known.was_served]
+        left_s = self._started_at + SETTLING_S[not known] - now
+        if left_s > 0 and len(self._requests.deployments) - len(known) < MAX_EXPECTED:
+            return self._requests.expect(name, left_s, now)
+        if not known:
+            raise NoWorkers("no worker has registered since the broker started", retry_after_ms=1000)
+        shown = ", ".join(known[:MAX_SHOWN_NAMES])
+        raise UnknownDeployment(f"deployment {name[:MAX_NAME_LENGTH]!r} is unknown; known: {shown}", param="deployment")
 
     def _on_cancel(self, client: Client, message: Message, now: float) -> None:
         if client.is_one_shot:

@@ -102,6 +102,8 @@ class Deployment:
     """When a group last stood ready; kept up to date by every tick and every loss."""
     groups: dict[str, Group] = field(default_factory=dict)
     queue: WaitingQueue = field(default_factory=WaitingQueue)
+    was_served: bool = True
+    """False: no group has registered yet; the broker has just started and waits for one."""
     num_finished: int = 0
     """Since the last tick."""
     finished_per_s: float = 0.0

@@ -88,6 +88,12 @@ class Requests:
         if self.held_bytes + num_bytes > self.limits.max_held_bytes:
             raise Overloaded("the broker holds as many bytes of unfinished requests as it may", retry_after_ms=retry_ms)
 
+    def expect(self, name: str, wait_s: float, now: float) -> Deployment:
+        """A deployment that nobody serves yet; its requests wait for `wait_s`, then it is forgotten."""
+        deployment = Deployment(name, last_ready=now + wait_s - RECENTLY_READY_S, was_served=False)
+        self.deployments[name] = deployment
+        return deployment
+
     def accept(
         self, client: Client, deployment: Deployment, header: GenerateHeader, message: Message, now: float
     ) -> Request:
@@ -268,9 +274,11 @@ class Requests:
                 for request_id in [i for i, since in group.barred.items() if now - since > CANCEL_ANSWER_S]:
                     del group.barred[request_id]
             self.dispatch(deployment, now)
+        for name in [d.name for d in self.deployments.values() if not d.was_served and not d.queue]:
+            del self.deployments[name]
 
     def _refuse_waiting(self, deployment: Deployment, now: float) -> None:
-        text = f"no worker group of deployment {deployment.name!r} came back within {RECENTLY_READY_S:.0f} s"
+        text = f"no worker group of deployment {deployment.name!r} came back in time"
         for request in sorted(deployment.queue, key=lambda r: r.order):
             self.fail(request, NoWorkers(text, retry_after_ms=1000), now)
 

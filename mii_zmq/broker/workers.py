@@ -160,6 +160,7 @@ class Workers:
         )
         self.by_address[address] = deployment.groups[group.name] = group
         deployment.last_ready = now
+        deployment.was_served = True
         log.info("group %r of deployment %r registered", group.name, deployment.name)
         return group
 

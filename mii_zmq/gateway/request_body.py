@@ -27,7 +27,7 @@ Fields = dict[str, msgspec.Raw]
 
 _split = msgspec.json.Decoder(Fields)
 _BYTE = re.compile(r"\(byte (\d+)\)")
-_DEEP = re.compile(rb'"([^"\\]{1,80})":[\[{\s]{500}')
+_DEEP = re.compile(rb'"([^"\\]{1,80})":(?:[\[{\s]|"[^"\\]{0,80}":){500}')
 
 
 async def read_fields(request: web.Request) -> Fields:

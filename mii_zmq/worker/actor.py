@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mii_zmq import transport
-from mii_zmq.errors import Cancelled, DeadlineExceeded, Draining, InternalError, MiiError, Overloaded
+from mii_zmq.errors import Cancelled, DeadlineExceeded, Draining, InternalError, MiiError, WorkerLost
 from mii_zmq.protocol import (
     Cancel,
     FinalHeader,
@@ -257,7 +257,8 @@ class Actor:
             self._engine.add(outcome.sequence)
             self._by_seq[request.seq_id] = request
         except (transport.PeerFull, transport.PeerGone):
-            error = Overloaded("the engine of this worker group takes no requests now", retry_after_ms=1000)
+            # The engine is dead or hangs. The broker tries the request on another group.
+            error = WorkerLost("the engine of this worker group takes no requests")
             self._end(request, request.with_progress(error))
         except MiiError as error:
             self._end(request, request.with_progress(error))

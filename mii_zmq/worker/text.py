@@ -86,6 +86,11 @@ def build_sequence(
     check_vocabulary(params, limits.vocab_size)
     max_new_tokens = _output_limit(params, len(prompt_token_ids), limits)
     resumed = _check_token_ids(resumed_token_ids, limits.vocab_size, "resume")
+    if len(resumed) > max_new_tokens:
+        raise InvalidRequest(
+            f"resume holds {len(resumed)} token ids, more than the {max_new_tokens} output tokens asked for",
+            param="resume",
+        )
     sequence = SequenceRequest(
         seq_id=seq_id,
         prompt_token_ids=prompt_token_ids,

@@ -113,6 +113,7 @@ class TestRefusals:
     )
     def test_bad_headers(self, header: dict[str, object], code: str, param: str | None) -> None:
         bench = bench_with("w")
+        bench.advance(3, ("w",))
         bench.client("c", Verb.GENERATE, 1, header)
         assert bench.last("c").request_id == request_id(1)
         assert bench.error("c")["code"] == code
@@ -123,18 +124,36 @@ class TestRefusals:
 
     def test_unknown_deployment_names_the_known_ones(self) -> None:
         bench = bench_with("w")
+        bench.advance(3, ("w",))
         bench.generate("c", 1, deployment="n")
         assert "'n'" in bench.error("c")["message"]
         assert "known: m" in bench.error("c")["message"]
 
-    def test_before_any_worker_registered_the_name_may_still_come(self) -> None:
+    def test_before_any_worker_registered_requests_wait(self) -> None:
         bench = Bench()
         bench.generate("c", 1)
+        bench.advance(1)
+        bench.ready("w")
+        assert numbers_at(bench, "w") == [1]
+
+    def test_before_any_worker_registered_the_wait_is_bounded(self) -> None:
+        bench = Bench()
+        bench.generate("c", 1)
+        bench.advance(11)
         assert bench.error("c")["code"] == "no_workers"
         assert bench.error("c")["retryable"] is True
-        bench.advance(11)
         bench.generate("c", 2)
-        assert bench.error("c")["code"] == "unknown_deployment"
+        assert bench.error("c")["code"] == "no_workers"
+
+    def test_an_unknown_deployment_may_still_come_soon_after_the_start(self) -> None:
+        bench = bench_with("w")
+        bench.generate("c", 1, deployment="n")
+        bench.ready("v", incarnation=9, deployment="n")
+        assert numbers_at(bench, "v") == [1]
+        bench.generate("c", 2, deployment="o")
+        bench.advance(3, ("w", "v"))
+        assert bench.error("c")["code"] == "no_workers"
+        assert set(bench.state.status(bench.now)["deployments"]) == {"m", "n"}
 
     def test_header_nested_as_deeply_as_can_be_read_is_passed_on(self) -> None:
         bench = bench_with("w")
@@ -392,8 +411,9 @@ class TestClients:
         bench.hello("c")
         bench.generate("c", 1)
         bench.advance(3.5, ("w",))
-        assert bench.error("c")["code"] == "cancelled"
+        # Its requests end without a word: should it be alive, it sends them again after HELLO.
         assert bench.verbs("c")[-1] == "DISCONNECT"
+        assert bench.state.num_unfinished == 0
         assert "CANCEL" in bench.verbs("w")
 
     def test_vanished_client_is_found_by_asking(self) -> None:

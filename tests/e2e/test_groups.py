@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -80,6 +82,45 @@ def test_drained_group_finishes_its_work(stack: Stack) -> None:
         assert all(future.result() for future in late)
     assert stack.groups["leaving"].process.wait(30) == 0
     stack.wait_for(lambda: set(stack.group_states()) == {"staying"})
+
+
+def test_killed_engine_loses_no_new_request(stack: Stack) -> None:
+    """Short requests keep coming while one of two engines dies: each is tried elsewhere, none is refused."""
+    stack.start_group("doomed", "fake:step_ms=1")
+    stack.start_group("heir", "fake:step_ms=1")
+    stack.start_gateway()
+    engine_pid = stack.groups_status()["doomed"]["info"]["engine_pid"]
+    with ThreadPoolExecutor(8) as pool:
+        work = [pool.submit(ask, stack, f"p{i}", 1) for i in range(400)]
+        work[100].result()
+        os.kill(engine_pid, signal.SIGKILL)
+        assert all(len(future.result()) == 1 for future in work)
+
+
+def test_stalled_gateway_goes_on_with_its_requests(stack: Stack) -> None:
+    """It misses its heartbeats, is given up and its requests are cancelled; awake again, it continues each of them."""
+    stack.start_group("g", "fake:step_ms=20")
+    stack.start_gateway()
+    assert stack.gateway is not None
+    alone = ask(stack, "hello", 100)
+    with ThreadPoolExecutor(4) as pool:
+        work = [pool.submit(ask, stack, "hello", 100) for _ in range(4)]
+        stack.wait_for(lambda: outstanding(stack, "g") > 0)
+        stack.gateway.process.send_signal(signal.SIGSTOP)
+        stack.wait_for(lambda: outstanding(stack, "g") == 0)
+        stack.gateway.process.send_signal(signal.SIGCONT)
+        assert [future.result() for future in work] == [alone] * 4
+
+
+def test_new_requests_wait_for_a_restarted_broker(stack: Stack) -> None:
+    stack.start_group("g", FAST)
+    stack.start_gateway()
+    with ThreadPoolExecutor(8) as pool:
+        work = [pool.submit(ask, stack, f"p{i}", 5) for i in range(300)]
+        work[50].result()
+        stack.broker.kill()
+        stack.start_broker()
+        assert all(len(future.result()) == 5 for future in work)
 
 
 def test_vanished_clients_free_their_blocks(stack: Stack) -> None:

@@ -58,22 +58,25 @@ def test_fifty_joined_streams_equal_the_unstreamed_texts(stack: Stack) -> None:
 
 
 def test_streams_together(stack: Stack) -> None:
+    """In a batch of 50 float32 sums round differently, which may flip a near tie; nearly all texts are the same."""
+
     def join(case: dict[str, Any]) -> str:
         return "".join(event["generated_text"] for event in stream_events(stack.url, "/mii/m", case))
 
+    alone = [join(case) for case in cases()]
     with ThreadPoolExecutor(50) as pool:
-        texts = list(pool.map(join, cases()))
-    assert len(texts) == 50
-    for case, text in zip(cases(), texts, strict=True):
+        together = list(pool.map(join, cases()))
+    assert sum(one == other for one, other in zip(alone, together, strict=True)) >= 45
+    for case, text in zip(cases(), together, strict=True):
         assert not any(stop in text for stop in case["stop"])
 
 
 def test_plain_text_has_one_event_per_token(stack: Stack) -> None:
     body = {"prompts": "The capital of France is", "max_new_tokens": 60, "do_sample": False, "ignore_eos": True}
     events = list(stream_events(stack.url, "/mii/m", body))
-    lengths = [len(event["token_ids"]) for event in events if event.get("token_ids")]
-    assert sum(lengths) == 60
-    assert lengths.count(1) >= 58
+    assert events[-1]["generated_length"] == 60
+    # Every token but those that end inside a character has its own event.
+    assert sum(bool(event["generated_text"]) for event in events) >= 58
 
 
 def test_chat_answers_and_stops(stack: Stack) -> None:

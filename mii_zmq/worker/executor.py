@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,12 +24,13 @@ from mii_zmq.errors import ConfigError, InternalError
 from mii_zmq.kernels import KvLayer
 from mii_zmq.worker.batch import RaggedBatch, SlotState, build_batch
 from mii_zmq.worker.kv_pool import BlockShape, KvPool, array_module
+from mii_zmq.worker.memory_bill import MemoryBill
 from mii_zmq.worker.models.decoder import Decoder, ForwardBatch
 from mii_zmq.worker.models.demo_model import resolve_model
 from mii_zmq.worker.models.hf_config import load_model_config
 from mii_zmq.worker.models.spec import ModelConfig
 from mii_zmq.worker.models.weights import load_weights
-from mii_zmq.worker.plan import EngineLimits, SamplingSpec, StepPlan, StepResult
+from mii_zmq.worker.plan import EngineLimits, Executor, SamplingSpec, StepPlan, StepResult
 from mii_zmq.worker.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -61,21 +61,10 @@ class TokenSampler(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-@dataclass(frozen=True)
-class MemoryBill:
-    """Where the memory goes."""
+class LoadedExecutor(Executor, Protocol):
+    """An executor with the bill of its memory."""
 
-    weight_bytes: int
-    kv_bytes: int
-    num_blocks: int
-    num_tokens: int
-    """Tokens that the KV pool holds."""
-
-    def __str__(self) -> str:
-        return (
-            f"weights {self.weight_bytes / GIB:.2f} GiB, KV pool {self.kv_bytes / GIB:.2f} GiB "
-            f"({self.num_blocks} blocks, {self.num_tokens} tokens)"
-        )
+    bill: MemoryBill
 
 
 class ModelExecutor:
@@ -148,7 +137,7 @@ class ModelExecutor:
         return StepResult(plan.step, [token_ids[index] for index in batch.plan_order], failed)
 
 
-def load_executor(config: EngineConfig, progress: Progress | None = None) -> ModelExecutor:
+def load_executor(config: EngineConfig, progress: Progress | None = None) -> LoadedExecutor:
     """Load the model that `config` names and size everything around it.
 
     Raises:
@@ -164,6 +153,11 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Mod
     max_model_len = _max_model_len(config, model_config)
     before = available_memory()
     weights = load_weights(directory, model_config, dtype, device, progress=progress)
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        # Triton and CuPy are there only where a GPU is.
+        from mii_zmq.worker.cuda_load import build_cuda_executor
+
+        return build_cuda_executor(config, model_config, weights, max_model_len, say)
     say("preparing weights", 0.0)
     decoder = Decoder(model_config, weights, kernels.for_device(device), device, dtype)
     block = BlockShape(

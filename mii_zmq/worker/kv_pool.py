@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV pool: one slab of blocks, order [block][layer][k or v][kv head][token][dim], and the views that kernels use.
+"""The KV pool: one slab of blocks, order [layer][block][k or v][kv head][token][dim], and the views that kernels use.
 
 The slab belongs to the array module that is injected (NumPy on a CPU, CuPy and its memory pool on a GPU); torch sees
-the same memory without a copy. bfloat16 is stored as raw uint16 and viewed, since NumPy has no such type. One block is
-one contiguous copy. Knows nothing of who owns a block: the scheduler's block manager does.
+the same memory without a copy. bfloat16 is stored as raw uint16 and viewed, since NumPy has no such type. Layers come
+first because attention reads one layer at a time: the blocks of 256 sequences then lie within a few gigabytes instead
+of the whole card's memory, which the address translation of a GPU can hold (measurement in BENCHMARKS.md). Knows
+nothing of who owns a block: the scheduler's block manager does.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ class KvPool:
     def __init__(self, xp: ModuleType, shape: BlockShape, num_blocks: int) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        dims = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        dims = (shape.num_layers, num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self._storage: Any = xp.zeros(dims, dtype=_STORAGE[shape.dtype])
         raw = torch.from_dlpack(self._storage)
-        self.slab: Tensor = raw if raw.dtype is shape.dtype else raw.view(shape.dtype)
+        self.slab: Tensor = (raw if raw.dtype is shape.dtype else raw.view(shape.dtype)).transpose(0, 1)
+        """[block, layer, k or v, kv head, token, dim], a view."""
         self.layers: list[KvLayer] = [KvLayer(self.slab[:, layer]) for layer in range(shape.num_layers)]
 
     @property

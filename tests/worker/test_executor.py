@@ -15,8 +15,9 @@ import torch
 from mii_zmq.config import EngineConfig
 from mii_zmq.errors import ConfigError, InternalError
 from mii_zmq.kernels import KvLayer
-from mii_zmq.worker.executor import MemoryBill, ModelExecutor, available_memory, load_executor
+from mii_zmq.worker.executor import ModelExecutor, available_memory, load_executor
 from mii_zmq.worker.kv_pool import BlockShape, KvPool
+from mii_zmq.worker.memory_bill import MemoryBill
 from mii_zmq.worker.models.decoder import ForwardBatch
 from mii_zmq.worker.plan import EngineLimits, NewSequence, SamplingSpec, StepPlan, StepRow
 from mii_zmq.worker.sampler import Sampler

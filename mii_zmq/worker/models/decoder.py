@@ -55,7 +55,7 @@ class Decoder:
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 scale=config.head_dim**-0.5,
-                tiles_per_block=config.num_layers * 2 * config.num_kv_heads,
+                tiles_per_block=2 * config.num_kv_heads,
                 dtype=dtype,
                 device=device,
             )

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step plan -> the one int32 buffer that goes to the GPU, and the bucket whose CUDA graph runs it.
+
+The buffer is a fixed part (header, rows, samples, attention tiles), whose offsets are baked into graphs, and behind it
+the step's changes to token histories and block tables. Rows are sorted: those with one token first, they are decodes
+to the kernels whatever the scheduler calls them. Knows nothing of the model, of torch or of a GPU.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mii_zmq.worker.plan import StepPlan, StepRow
+
+HEADER = 16
+ALIGN = 16
+"""Offsets are multiples of it, so that kernels see aligned pointers."""
+UPDATE_WORDS = 4
+TOKEN_IDS, BLOCK_TABLES = 0, 1
+
+DECODE_BUCKETS = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 513, 16))
+MIXED_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
+
+
+def _aligned(words: int) -> int:
+    return -(-words // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where everything lies in the buffer, in int32 words."""
+
+    max_sequences: int
+    token_budget: int
+    tile_tokens: int
+    """Query tokens per tile of prompt attention."""
+    row_slots: int = HEADER
+    max_rows: int = field(init=False)
+    """A power of two, for the kernels."""
+    row_starts: int = field(init=False)
+    query_starts: int = field(init=False)
+    sample_tokens: int = field(init=False)
+    sample_slots: int = field(init=False)
+    sample_positions: int = field(init=False)
+    max_tiles: int = field(init=False)
+    tile_rows: int = field(init=False)
+    tile_starts: int = field(init=False)
+    fixed_words: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = max(16, 1 << (self.max_sequences - 1).bit_length())
+        tiles = _aligned(-(-self.token_budget // self.tile_tokens) + self.max_sequences)
+        offset = HEADER
+        for name, words in (
+            ("row_slots", rows),
+            ("row_starts", rows),
+            ("query_starts", rows + ALIGN),
+            ("sample_tokens", rows),
+            ("sample_slots", rows),
+            ("sample_positions", rows),
+            ("tile_rows", tiles),
+            ("tile_starts", tiles),
+        ):
+            object.__setattr__(self, name, offset)
+            offset += words
+        object.__setattr__(self, "max_rows", rows)
+        object.__setattr__(self, "max_tiles", tiles)
+        object.__setattr__(self, "fixed_words", offset)
+
+
+@dataclass
+class PackedStep:
+    """What the host keeps of a packed step."""
+
+    num_rows: int
+    num_decodes: int
+    num_tokens: int
+    num_tiles: int
+    sample_slots: list[int]
+    sample_positions: list[int]
+    plan_order: list[int] | None
+    """Index into the drawn tokens for each sampling row of the plan; None: the same order."""
+    updates: np.ndarray
+    """Records and data, to be placed behind the fixed part."""
+    num_updates: int
+    longest_update: int
+    copies: np.ndarray
+    """[pairs, 2] int32."""
+
+
+class StepPacker:
+    """Turns plans into buffers; knows how many blocks each slot's table holds."""
+
+    def __init__(self, layout: PackedLayout, history_stride: int, table_stride: int) -> None:
+        self.layout = layout
+        self._history_stride = history_stride
+        self._table_stride = table_stride
+        self._num_blocks = [0] * layout.max_sequences
+
+    def pack(self, plan: StepPlan, fixed: np.ndarray) -> PackedStep:
+        """Write the fixed part into `fixed`; the tables count as changed from here on."""
+        updates, num_updates, longest = self._updates(plan)
+        rows = plan.rows
+        is_decode_only = all(row.num_tokens == 1 for row in rows)
+        ordered = rows if is_decode_only else sorted(rows, key=_takes_many)
+        num_decodes = len(rows) if is_decode_only else sum(row.num_tokens == 1 for row in rows)
+        counts = [row.num_tokens for row in ordered]
+        tile_rows, tile_starts = self._tiles(ordered, num_decodes)
+        ends = np.cumsum(counts, dtype=np.int32) if counts else np.zeros(0, np.int32)
+        num_tokens = int(ends[-1]) if counts else 0
+        sampled = [index for index, row in enumerate(ordered) if row.sample]
+        slots = [row.slot for row in ordered]
+        sample_slots = [slots[index] for index in sampled]
+        sample_positions = [ordered[index].start + counts[index] for index in sampled]
+        layout = self.layout
+        fixed[:5] = (len(rows), num_decodes, num_tokens, len(sampled), len(tile_rows))
+        _place(fixed, layout.row_slots, slots)
+        _place(fixed, layout.row_starts, [row.start for row in ordered])
+        fixed[layout.query_starts] = 0
+        _place(fixed, layout.query_starts + 1, ends)
+        _place(fixed, layout.sample_tokens, ends[sampled] - 1 if sampled else [])
+        _place(fixed, layout.sample_slots, sample_slots)
+        _place(fixed, layout.sample_positions, sample_positions)
+        _place(fixed, layout.tile_rows, tile_rows)
+        _place(fixed, layout.tile_starts, tile_starts)
+        plan_order = None
+        if not is_decode_only:
+            drawn = {slot: index for index, slot in enumerate(sample_slots)}
+            plan_order = [drawn[row.slot] for row in rows if row.sample]
+        return PackedStep(
+            num_rows=len(rows),
+            num_decodes=num_decodes,
+            num_tokens=num_tokens,
+            num_tiles=len(tile_rows),
+            sample_slots=sample_slots,
+            sample_positions=sample_positions,
+            plan_order=plan_order,
+            updates=updates,
+            num_updates=num_updates,
+            longest_update=longest,
+            copies=np.array(plan.copies, dtype=np.int32).reshape(-1, 2),
+        )
+
+    def _tiles(self, ordered: list[StepRow], num_decodes: int) -> tuple[list[int], list[int]]:
+        """Tiles of the rows with several tokens, those that read most keys first."""
+        size = self.layout.tile_tokens
+        tiles = [
+            (row.start + first, index, first)
+            for index, row in enumerate(ordered[num_decodes:], num_decodes)
+            for first in range(0, row.num_tokens, size)
+        ]
+        tiles.sort(reverse=True)
+        return [index for _, index, _ in tiles], [first for _, _, first in tiles]
+
+    def _updates(self, plan: StepPlan) -> tuple[np.ndarray, int, int]:
+        """Records (target, offset, length, where the data lies) followed by the data."""
+        records: list[tuple[int, int, int]] = []
+        data: list[int] = []
+        for slot in plan.freed_slots:
+            self._num_blocks[slot] = 0
+        for new in plan.new:
+            records.append((TOKEN_IDS, new.slot * self._history_stride, len(new.token_ids)))
+            data += new.token_ids
+            self._num_blocks[new.slot] = 0
+            self._append_blocks(new.slot, new.block_ids, records, data)
+        for row in plan.rows:
+            if row.new_block_ids:
+                self._append_blocks(row.slot, row.new_block_ids, records, data)
+        updates = np.empty(UPDATE_WORDS * len(records) + len(data), dtype=np.int32)
+        if records:
+            table = updates[: UPDATE_WORDS * len(records)].reshape(-1, UPDATE_WORDS)
+            table[:, :3] = records
+            table[0, 3] = len(records) * UPDATE_WORDS
+            table[1:, 3] = table[0, 3] + np.cumsum(table[:-1, 2])
+            updates[table.size :] = data
+        return updates, len(records), max((length for _, _, length in records), default=0)
+
+    def _append_blocks(
+        self, slot: int, block_ids: list[int], records: list[tuple[int, int, int]], data: list[int]
+    ) -> None:
+        if block_ids:
+            held = self._num_blocks[slot]
+            records.append((BLOCK_TABLES, slot * self._table_stride + held, len(block_ids)))
+            data += block_ids
+            self._num_blocks[slot] = held + len(block_ids)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The padded size of a step's trunk; equal buckets share a graph."""
+
+    num_tokens: int
+    max_decodes: int
+    max_tiles: int
+    is_graph: bool
+
+
+def decode_buckets(max_sequences: int) -> list[int]:
+    """Padded row counts, the largest of them enough for every slot."""
+    buckets = [bucket for bucket in DECODE_BUCKETS if bucket < max_sequences]
+    return [*buckets, max_sequences]
+
+
+def row_bucket(num_rows: int, buckets: list[int]) -> int:
+    return buckets[bisect_left(buckets, num_rows)]
+
+
+def choose_bucket(step: PackedStep, layout: PackedLayout, buckets: list[int]) -> Bucket:
+    """Decode-only steps by rows; mixed ones by tokens, with room for any mix of rows; big ones exactly, eagerly."""
+    if step.num_tiles == 0:
+        rows = row_bucket(step.num_rows, buckets)
+        return Bucket(rows, rows, 0, is_graph=True)
+    if step.num_tokens <= MIXED_BUCKETS[-1]:
+        tokens = MIXED_BUCKETS[bisect_left(MIXED_BUCKETS, step.num_tokens)]
+        tiles = -(-tokens // layout.tile_tokens) + MIXED_SPARE_TILES
+        if step.num_tiles <= tiles and tokens <= _aligned(layout.token_budget):
+            return Bucket(tokens, min(tokens, layout.max_sequences), tiles, is_graph=True)
+    return Bucket(step.num_tokens, step.num_decodes, step.num_tiles, is_graph=False)
+
+
+MIXED_SPARE_TILES = 24
+"""Tiles of a mixed graph beyond what its tokens fill: every prompt chunk may leave one partly empty."""
+
+
+def _takes_many(row: StepRow) -> bool:
+    return row.num_tokens > 1
+
+
+def _place(target: np.ndarray, offset: int, values: list[int] | np.ndarray) -> None:
+    target[offset : offset + len(values)] = values

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs step plans on one GPU: one copy in, the trunk's graph, the head's graph, one copy out, no waiting in between.
+
+`submit` packs the plan, queues everything on one CUDA stream and returns; drawn ids go into the slots' histories on
+the device, where the next step finds them, and reach the host through a ring of pinned buffers when `result` waits for
+the step's event. An exception fails its own step. Knows nothing of scheduling: what a plan says is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from mii_zmq.errors import InternalError
+from mii_zmq.kernels.triton.argmax import argmax_rows_kernel, argmax_tiles_kernel
+from mii_zmq.kernels.triton.updates import TILE as UPDATE_TILE
+from mii_zmq.kernels.triton.updates import apply_updates_kernel, copy_blocks_kernel
+from mii_zmq.worker.cuda_batch import (
+    Bucket,
+    PackedLayout,
+    PackedStep,
+    StepPacker,
+    choose_bucket,
+    decode_buckets,
+    row_bucket,
+)
+from mii_zmq.worker.cuda_graphs import GraphCache
+from mii_zmq.worker.cuda_sampler import CudaSampler
+from mii_zmq.worker.cuda_sampling_slots import SamplingVariant
+from mii_zmq.worker.kv_pool import KvPool
+from mii_zmq.worker.memory_bill import MemoryBill
+from mii_zmq.worker.models.cuda_decoder import CudaDecoder, DeviceState
+from mii_zmq.worker.models.cuda_linear import launch_options
+from mii_zmq.worker.plan import EngineLimits, SamplingSpec, StepPlan, StepResult
+from mii_zmq.worker.sampler import MIN_TEMPERATURE
+
+logger = logging.getLogger(__name__)
+
+RING = 4
+"""Steps whose host buffers exist at the same time; more than are ever in flight."""
+UPDATE_WORDS = 1 << 16
+"""int32 values of changes that travel in the step's own buffer; more take a buffer of their own."""
+ARGMAX_TILE = 4096
+
+
+class CudaPendingStep:
+    """A queued step."""
+
+    def __init__(self, step: int, packed: PackedStep, out: np.ndarray, event: torch.cuda.Event) -> None:
+        self._step, self._packed, self._out, self._event = step, packed, out, event
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def result(self) -> StepResult:
+        self._event.synchronize()
+        packed, num_rows = self._packed, len(self._packed.sample_slots)
+        token_ids: list[int] = self._out[0, :num_rows].tolist()
+        finite = self._out[1, :num_rows]
+        failed = {}
+        if not finite.all():
+            failed = {
+                packed.sample_slots[row]: "the model's logits are not finite" for row in np.flatnonzero(finite == 0)
+            }
+        if packed.plan_order is not None:
+            token_ids = [token_ids[index] for index in packed.plan_order]
+        return StepResult(self._step, token_ids, failed)
+
+
+class FailedStep:
+    """A step that could not be queued."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        raise self._error
+
+
+@dataclass(frozen=True)
+class _HostBuffers:
+    """Pinned memory of one step of the ring."""
+
+    packed: Tensor
+    out: Tensor
+    event: torch.cuda.Event
+
+
+class CudaExecutor:
+    """Implements `plan.Executor`. Used by one thread."""
+
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        state: DeviceState,
+        layout: PackedLayout,
+        pool: KvPool,
+        limits: EngineLimits,
+        use_graphs: bool = True,
+    ) -> None:
+        self.limits = limits
+        self.bill = MemoryBill(
+            decoder.weight_bytes, pool.num_bytes, limits.num_blocks, limits.num_blocks * limits.block_size
+        )
+        """Without graphs until they are captured."""
+        self.decoder = decoder
+        device = state.packed.device
+        self._device, self._state, self._layout, self._pool = device, state, layout, pool
+        self._packer = StepPacker(layout, state.token_ids.stride(0), state.block_tables.stride(0))
+        self._buckets = decode_buckets(limits.max_sequences)
+        self._stream = torch.cuda.Stream(device)
+        self.graphs = GraphCache(self._stream, use_graphs)
+        self._sampler = CudaSampler(limits.max_sequences, limits.vocab_size, device, layout.max_rows)
+        self._is_plain = [True] * limits.max_sequences
+        """Slots whose next token is the largest logit, unmasked."""
+        self._ring = [self._make_buffers() for _ in range(RING)]
+        rows = layout.max_rows
+        self._out = torch.zeros(2, rows, dtype=torch.int32, device=device)
+        self._num_tiles = triton.cdiv(limits.vocab_size, ARGMAX_TILE)
+        self._tile_values = torch.zeros(rows * self._num_tiles, dtype=torch.float32, device=device)
+        self._tile_ids = torch.zeros(rows * self._num_tiles, dtype=torch.int32, device=device)
+        self._pdl = torch.cuda.get_device_capability(device)[0] >= 9
+        self._last_step = 0
+        decoder.use_pool(pool.slab)
+        torch.cuda.synchronize(device)
+
+    def submit(self, plan: StepPlan) -> CudaPendingStep | FailedStep:
+        """Queue one step. The plan must not change afterwards."""
+        if plan.step != self._last_step + 1:
+            raise InternalError(f"step {plan.step} follows step {self._last_step}; a plan was lost or sent twice")
+        self._last_step = plan.step
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                return self._launch(plan)
+        except Exception as error:
+            logger.exception("step %d could not be queued", plan.step)
+            return FailedStep(error)
+
+    def close(self) -> None:
+        """Wait for the queued steps."""
+        self._stream.synchronize()
+
+    def capture(self, progress: Callable[[str, float], None]) -> None:
+        """Compile kernels and capture the graphs of decode-only steps, by running them on nothing."""
+        self._state.packed.zero_()
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for index, rows in enumerate(self._buckets):
+                progress("capturing graphs", index / len(self._buckets))
+                self._run_trunk(Bucket(rows, rows, 0, is_graph=True))
+                self.graphs.run(("greedy", rows), lambda rows=rows: self._greedy(rows))  # type: ignore[misc]
+            self._stream.synchronize()
+
+    def logits(self, num_rows: int) -> Tensor:
+        """A copy of the logits of the last step's first sampled rows, for tests."""
+        self._stream.synchronize()
+        return self.decoder.last_logits[:num_rows].clone()
+
+    def _make_buffers(self) -> _HostBuffers:
+        words = self._layout.fixed_words + UPDATE_WORDS
+        return _HostBuffers(
+            packed=torch.zeros(words, dtype=torch.int32, pin_memory=True),
+            out=torch.zeros(2, self._layout.max_rows, dtype=torch.int32, pin_memory=True),
+            event=torch.cuda.Event(),
+        )
+
+    def _launch(self, plan: StepPlan) -> CudaPendingStep:
+        buffers = self._ring[plan.step % RING]
+        buffers.event.synchronize()
+        fixed = self._layout.fixed_words
+        host = buffers.packed.numpy()
+        step = self._packer.pack(plan, host[:fixed])
+        self._install(plan)
+        changes = len(step.updates) if len(step.updates) <= UPDATE_WORDS else 0
+        host[fixed : fixed + changes] = step.updates[:changes]
+        self._state.packed[: fixed + changes].copy_(buffers.packed[: fixed + changes], non_blocking=True)
+        self._apply(step, changes)
+        if step.num_rows:
+            self._run_trunk(choose_bucket(step, self._layout, self._buckets))
+        if step.sample_slots:
+            self._run_head(step)
+            buffers.out.copy_(self._out, non_blocking=True)
+        buffers.event.record(self._stream)
+        return CudaPendingStep(plan.step, step, buffers.out.numpy(), buffers.event)
+
+    def _install(self, plan: StepPlan) -> None:
+        self._sampler.release(plan.freed_slots)
+        for new in plan.new:
+            self._sampler.install(new.slot, new.sampling, new.token_ids, new.num_prompt_tokens)
+            self._is_plain[new.slot] = is_plain(new.sampling)
+
+    def _apply(self, step: PackedStep, changes: int) -> None:
+        if len(step.copies):
+            pairs = self._upload(step.copies)
+            slab = self._pool.slab
+            elements = slab.stride(0)
+            copy_blocks_kernel[(len(step.copies), triton.cdiv(elements, 8192), slab.shape[1])](
+                pairs, slab, elements, slab.stride(1), TILE=8192, num_warps=8
+            )
+        if step.num_updates:
+            updates = self._state.packed[self._layout.fixed_words :] if changes else self._upload(step.updates)
+            grid = (step.num_updates, triton.cdiv(step.longest_update, UPDATE_TILE))
+            apply_updates_kernel[grid](updates, self._state.token_ids, self._state.block_tables, TILE=UPDATE_TILE)
+
+    def _upload(self, values: np.ndarray) -> Tensor:
+        """A copy through a pinned buffer, which torch keeps until the copy is done."""
+        return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)
+
+    def _run_trunk(self, bucket: Bucket) -> None:
+        def launch() -> None:
+            self.decoder.trunk(bucket.num_tokens, bucket.max_decodes, bucket.max_tiles)
+
+        if bucket.is_graph:
+            self.graphs.run(("trunk", bucket), launch)
+        else:
+            launch()
+
+    def _run_head(self, step: PackedStep) -> None:
+        slots = step.sample_slots
+        rows = row_bucket(len(slots), self._buckets)
+        if all(self._is_plain[slot] for slot in slots):
+            self.graphs.run(("greedy", rows), lambda: self._greedy(rows))
+            return
+        variant = self._sampler.prepare(slots)
+        self._sampler.reserve(variant)
+        self.graphs.run(("sample", rows, variant), lambda: self._sample(rows, variant))
+
+    def _sample(self, rows: int, variant: SamplingVariant) -> None:
+        logits = self.decoder.head(rows)
+        layout, packed = self._layout, self._state.packed
+        self._sampler.sample(
+            variant,
+            logits,
+            packed[layout.sample_slots : layout.sample_slots + rows],
+            packed[layout.sample_positions : layout.sample_positions + rows],
+            packed[3:4],
+            self._state.token_ids,
+            self._out[0, :rows],
+            self._out[1, :rows],
+        )
+
+    def _greedy(self, rows: int) -> None:
+        logits = self.decoder.head(rows)
+        layout, state, tiles = self._layout, self._state, self._num_tiles
+        options = launch_options(self._pdl)
+        argmax_tiles_kernel[(rows, tiles)](
+            logits, self._tile_values, self._tile_ids, logits.stride(0),
+            V=self.limits.vocab_size, TILE=ARGMAX_TILE, NUM_TILES=tiles, PDL=self._pdl, **options,
+        )  # fmt: skip
+        argmax_rows_kernel[(rows,)](
+            self._tile_values, self._tile_ids, state.packed[3:], state.packed[layout.sample_slots :],
+            state.packed[layout.sample_positions :], state.token_ids, self._out[0], self._out[1],
+            state.token_ids.stride(0), self.limits.vocab_size,
+            NUM_TILES=tiles, PAD=triton.next_power_of_2(tiles), PDL=self._pdl, num_warps=1, **options,
+        )  # fmt: skip
+
+
+def is_plain(spec: SamplingSpec) -> bool:
+    """Whether the next token is simply the largest logit."""
+    is_masked = bool(spec.bad_words) or (spec.min_new_tokens > 0 and bool(spec.stop_token_ids))
+    return spec.temperature < MIN_TEMPERATURE and not spec.needs_penalties and not is_masked

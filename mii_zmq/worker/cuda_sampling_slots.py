@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slots' sampling parameters on a GPU: one packed record per slot, and its list of masked tokens.
+
+Changed on the host when a sequence is installed, brought to the device by `upload`, read there by the sampling kernels
+(`kernels.triton.sampling` owns the record's layout). Also says which kernels a batch needs. Launches no kernel of ours.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mii_zmq.kernels.triton import sampling
+from mii_zmq.kernels.triton.penalties import MASK_WORDS
+from mii_zmq.kernels.triton.sampling import RECORD_WORDS
+from mii_zmq.worker.penalties import needs_counts
+from mii_zmq.worker.plan import SamplingSpec
+from mii_zmq.worker.sampler import MIN_TEMPERATURE
+
+_ALWAYS = 2**31 - 1
+"""A position that no sequence reaches."""
+_RECORD = struct.Struct("<qffdiifffiqii")
+"""The record's fields in the order of `sampling.WORD_*`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingVariant:
+    """The kernels that a batch needs; more than it needs is slower, never wrong."""
+
+    is_sampled: bool = False
+    """A row is not greedy."""
+    is_filtered: bool = False
+    """A row that is not greedy has top-k, top-p or min-p."""
+    is_edited: bool = False
+    """A row has penalties, bad words or a minimum length."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """`token_id` may not be drawn below position `until` while the history ends with `prefix`."""
+
+    token_id: int
+    until: int
+    prefix: tuple[int, ...]
+
+
+class SamplingSlots:
+    """What every slot's sequence asks of the sampler."""
+
+    def __init__(self, max_sequences: int, vocab_size: int, device: torch.device) -> None:
+        self.records = torch.zeros(max_sequences, RECORD_WORDS, dtype=torch.int32, device=device)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._variants: dict[int, SamplingVariant] = {}
+        self._mask_lists: dict[int, Tensor] = {}
+        self._pending: dict[int, tuple[SamplingSpec, int]] = {}
+
+    def install(self, slot: int, spec: SamplingSpec, num_prompt_tokens: int) -> None:
+        """Replace what the slot held; the device learns of it in `upload`."""
+        self.release([slot])
+        self._pending[slot] = (spec, num_prompt_tokens)
+        is_sampled = spec.temperature >= MIN_TEMPERATURE
+        self._variants[slot] = SamplingVariant(
+            is_sampled=is_sampled,
+            is_filtered=is_sampled and (self._has_top_k(spec) or spec.top_p < 1 or spec.min_p > 0),
+            is_edited=spec.needs_penalties or bool(self._masks(spec, num_prompt_tokens)),
+        )
+
+    def release(self, slots: list[int]) -> None:
+        """Forget what `slots` held; slots that hold nothing are skipped."""
+        for slot in slots:
+            self._variants.pop(slot, None)
+            self._mask_lists.pop(slot, None)
+            self._pending.pop(slot, None)
+
+    def variant(self, slots: list[int]) -> SamplingVariant:
+        """What a batch of `slots` needs."""
+        variants = {self._variants[slot] for slot in slots}
+        return SamplingVariant(
+            any(variant.is_sampled for variant in variants),
+            any(variant.is_filtered for variant in variants),
+            any(variant.is_edited for variant in variants),
+        )
+
+    def upload(self) -> None:
+        """Bring what was installed since the last call to the device: asynchronous copies from pinned memory."""
+        if not self._pending:
+            return
+        packed = b"".join(self._pack(slot, *settings) for slot, settings in self._pending.items())
+        records = torch.frombuffer(bytearray(packed), dtype=torch.int32).view(-1, RECORD_WORDS)
+        index = torch.tensor(list(self._pending), dtype=torch.int64)
+        self.records.index_copy_(0, self._to_device(index), self._to_device(records))
+        self._pending.clear()
+
+    def _pack(self, slot: int, spec: SamplingSpec, num_prompt_tokens: int) -> bytes:
+        masks = self._masks(spec, num_prompt_tokens)
+        address = 0
+        if masks:
+            mask_list = self._to_device(torch.tensor(_mask_words(masks), dtype=torch.int32))
+            self._mask_lists[slot] = mask_list
+            address = mask_list.data_ptr()
+        has_top_k = self._has_top_k(spec)
+        is_drawn = spec.temperature >= MIN_TEMPERATURE
+        flags = (
+            (sampling.FLAG_DRAWN, is_drawn),
+            (sampling.FLAG_TOP_K, has_top_k),
+            (sampling.FLAG_TOP_P, spec.top_p < 1),
+            (sampling.FLAG_MIN_P, spec.min_p > 0),
+            (sampling.FLAG_PENALISED, spec.needs_penalties),
+            (sampling.FLAG_COUNTED, needs_counts(spec)),
+        )
+        return _RECORD.pack(
+            spec.seed,
+            spec.temperature if is_drawn else 1.0,
+            math.log(spec.min_p) if spec.min_p > 0 else -math.inf,
+            spec.top_p,
+            spec.top_k if has_top_k else self._vocab_size,
+            sum(flag.value for flag, is_set in flags if is_set),
+            spec.repetition_penalty,
+            spec.presence_penalty,
+            spec.frequency_penalty,
+            num_prompt_tokens,
+            address,
+            len(masks),
+            max((len(mask.prefix) for mask in masks), default=0),
+        )
+
+    def _masks(self, spec: SamplingSpec, num_prompt_tokens: int) -> list[_Mask]:
+        """What may never, or not yet, be drawn; ids outside the vocabulary can never be."""
+        masks = [
+            _Mask(word[-1], _ALWAYS, word[:-1])
+            for word in spec.bad_words
+            if word and 0 <= min(word) <= max(word) < self._vocab_size
+        ]
+        if spec.min_new_tokens > 0:
+            until = min(num_prompt_tokens + spec.min_new_tokens, _ALWAYS)
+            stops = {token_id for token_id in spec.stop_token_ids if 0 <= token_id < self._vocab_size}
+            masks += [_Mask(token_id, until, ()) for token_id in sorted(stops)]
+        return masks
+
+    def _has_top_k(self, spec: SamplingSpec) -> bool:
+        return 0 < spec.top_k < self._vocab_size
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        # The caching allocator of pinned memory reuses a block only after the copy from it has run.
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _mask_words(masks: list[_Mask]) -> list[int]:
+    """A slot's list as `penalties.mask_kernel` reads it: the entries, then all prefixes."""
+    words: list[int] = []
+    prefixes: list[int] = []
+    begin = MASK_WORDS * len(masks)
+    for mask in masks:
+        words += [mask.token_id, mask.until, len(mask.prefix), begin + len(prefixes)]
+        prefixes += mask.prefix
+    return words + prefixes

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU engine without a GPU: its kernels in Triton's interpreter, CUDA's streams and events replaced by nothing.
+
+`python cuda_engine_on_cpu.py NUM_BLOCKS` runs requests with every kind of sampling through it and through the CPU's
+executor, and compares the token ids. Graphs and timing are all that this leaves out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import warnings
+from dataclasses import replace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+
+from mii_zmq import kernels
+from mii_zmq.config import EngineConfig
+from mii_zmq.worker import cuda_load
+from mii_zmq.worker.core import EngineCore
+from mii_zmq.worker.executor import ModelExecutor
+from mii_zmq.worker.kv_pool import BlockShape, KvPool
+from mii_zmq.worker.memory_bill import MemoryBill
+from mii_zmq.worker.models import cuda_decoder
+from mii_zmq.worker.models.decoder import Decoder
+from mii_zmq.worker.models.random_weights import SHAPES, random_weights
+from mii_zmq.worker.models.weights import DecoderWeights
+from mii_zmq.worker.plan import EngineLimits, Executor, SamplingSpec, SequenceRequest
+from mii_zmq.worker.sampler import Sampler
+
+CPU = torch.device("cpu")
+VOCAB, MAX_LEN, BLOCK, SLOTS, BUDGET = 99, 64, 16, 6, 24
+CONFIG = replace(
+    SHAPES["tiny"], vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=16,
+    max_position_embeddings=MAX_LEN,
+)  # fmt: skip
+SPECS = [
+    SamplingSpec(),
+    SamplingSpec(seed=5, temperature=0.8, top_k=12, top_p=0.9),
+    SamplingSpec(seed=6, temperature=1.0),
+    SamplingSpec(repetition_penalty=1.3, presence_penalty=0.4),
+    SamplingSpec(min_new_tokens=3, stop_token_ids=(5, 6)),
+    SamplingSpec(seed=9, temperature=0.7, min_p=0.05),
+]
+
+
+class NoEvent:
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class NoStream:
+    def __init__(self, device: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def replace_cuda() -> None:
+    """Everything runs at once, in order, in ordinary memory."""
+    cuda: Any = torch.cuda
+    cuda.Event, cuda.Stream, cuda.stream = NoEvent, NoStream, lambda stream: contextlib.nullcontext()
+    cuda.synchronize, cuda.empty_cache = lambda device: None, lambda: None
+    cuda.get_device_capability, cuda.mem_get_info = lambda device: (8, 0), lambda device: (10**12, 10**12)
+    zeros = torch.zeros
+    torch.zeros = lambda *shape, pin_memory=False, **options: zeros(*shape, **options)  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment, method-assign]
+    cuda_decoder.Card.of = classmethod(lambda cls, device: cls(1, is_hopper=False))  # type: ignore[method-assign, assignment]
+    cuda_load.array_module = lambda device: np
+
+
+def make_weights() -> DecoderWeights:
+    """Random ones, scaled so that the logits differ clearly."""
+    weights = random_weights(CONFIG, torch.float32, CPU)
+    for layer in weights.layers:
+        for affine in (layer.qkv, layer.out, layer.up, layer.down):
+            affine.weight.mul_(8.0)
+    weights.embed.mul_(10.0)
+    assert weights.head is not None
+    weights.head.mul_(20.0)
+    return weights
+
+
+def run(executor: Executor) -> tuple[dict[int, list[Any]], int]:
+    """Token ids and finish_reason of every request, and the number of preemptions."""
+    core = EngineCore(executor)
+    draw = random.Random(3)
+    for seq_id, spec in enumerate(SPECS):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.choice([1, 13, 15, 30]))]
+        core.add(SequenceRequest(seq_id, prompt, draw.randint(6, 14), sampling=spec))
+    outputs: dict[int, list[Any]] = {seq_id: [] for seq_id in range(len(SPECS))}
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None, output.error
+            outputs[output.seq_id] += output.token_ids
+            if output.finish_reason:
+                outputs[output.seq_id].append(output.finish_reason)
+    stats = core.stats()
+    assert stats.num_used_blocks == 0
+    core.close()
+    return outputs, stats.num_preemptions
+
+
+def main(num_blocks: int) -> None:
+    warnings.simplefilter("ignore")
+    replace_cuda()
+    config = EngineConfig(
+        model="random", max_sequences=SLOTS, block_size=BLOCK, num_blocks=num_blocks, token_budget=BUDGET
+    )  # fmt: skip
+    found, preemptions = run(
+        cuda_load.build_cuda_executor(config, CONFIG, make_weights(), MAX_LEN, use_graphs=False)
+    )  # fmt: skip
+    pool = KvPool(np, BlockShape(CONFIG.num_layers, 2, BLOCK, 16, torch.float32), num_blocks)
+    model = Decoder(CONFIG, make_weights(), kernels.for_device(CPU), CPU, torch.float32)
+    limits = EngineLimits(VOCAB, MAX_LEN, num_blocks, BLOCK, SLOTS, BUDGET)
+    sampler = Sampler(SLOTS, VOCAB, CPU)
+    expected, _ = run(ModelExecutor(model, pool, sampler, limits, MemoryBill(0, 0, num_blocks, num_blocks * BLOCK)))
+    assert found == expected, f"{found}\n{expected}"
+    print(f"{preemptions} preemptions, {sum(map(len, found.values()))} outputs")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

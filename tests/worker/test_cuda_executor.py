@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mii_zmq.worker.plan import SamplingSpec
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_blocks", "preempts"), [(24, False), (4, True)])
+def test_tokens_are_those_of_the_cpu_engine(num_blocks: int, preempts: bool) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "cuda_engine_on_cpu.py"), str(num_blocks)],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.startswith("0 preemptions") != preempts, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (SamplingSpec(), True),
+        (SamplingSpec(stop_token_ids=(2,)), True),
+        (SamplingSpec(min_new_tokens=3), True),
+        (SamplingSpec(min_new_tokens=3, stop_token_ids=(2,)), False),
+        (SamplingSpec(temperature=0.5), False),
+        (SamplingSpec(frequency_penalty=0.1), False),
+        (SamplingSpec(bad_words=((3,),)), False),
+    ],
+)
+def test_plain_rows_take_the_largest_logit(spec: SamplingSpec, expected: bool) -> None:
+    from mii_zmq.worker.cuda_executor import is_plain
+
+    assert is_plain(spec) is expected

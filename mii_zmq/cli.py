@@ -191,7 +191,7 @@ def _send_first(url: str, body: str) -> None:
         with urllib.request.urlopen(request, timeout=120) as reply:
             answer = reply.read().decode().strip()
     except (OSError, ValueError) as error:
-        print(f"The first request failed: {error}", file=sys.stderr, flush=True)
+        print(f"The first request failed: {error}", flush=True)
         return
     print(f"\nFirst request, answered in {time.monotonic() - started:.2f} s:\n  {answer}", flush=True)
 

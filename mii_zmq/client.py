@@ -141,6 +141,7 @@ class Generation:
 
     def to_frames(self) -> list[bytes]:
         """The GENERATE message, with the token ids received so far as resume."""
+        self.header.seen = self.header.deployment in self._link.seen
         raw = (bytes(self._token_ids),) if self._token_ids else ()
         return protocol.encode(Verb.GENERATE, self.request_id, self.header, self.body, raw)
 
@@ -262,6 +263,8 @@ class _Link:
     def __init__(self, context: Any, endpoint: str, name: str) -> None:
         self.endpoint = endpoint
         self.up = asyncio.Event()
+        self.seen: set[str] = set()
+        """Deployments that this broker, or its predecessor, was known to serve."""
         self._hello = Hello(name=name, batch=True)
         self._epoch: bytes | None = None
         self._heartbeat_s = 0.5
@@ -376,6 +379,7 @@ class _Link:
             case Verb.FINAL:
                 generation = self._generations.pop(message.request_id, None)
                 if generation is not None:
+                    self.seen.add(generation.header.deployment)
                     generation.on_final(protocol.parse_body(message, FinalBody), b"".join(message.raw[:1]))
             case Verb.ERROR:
                 self._on_error(message)
@@ -413,6 +417,7 @@ class _Link:
         self._liveness = welcome.liveness
         is_new = welcome.epoch != self._epoch
         self._epoch = welcome.epoch
+        self.seen.update(welcome.deployments)
         self._was_up = True
         self._down.clear()
         self.up.set()

@@ -124,6 +124,9 @@ class GenerateHeader(Header):
     num_tokens: int = 0
     """The sender's estimate of prompt plus output tokens, for routing; 0: unknown."""
     prefix_hashes: list[bytes] = []
+    seen: bool = False
+    """The sender has known this deployment to serve: a broker that has just started waits for its workers instead of
+    refusing the request."""
     client: int = 0
     """Set by the broker: a number for the client connection; the worker groups TOKENS rows by it."""
     attempt: int = 0

@@ -194,11 +194,16 @@ def test_leaving_a_stream_frees_its_blocks(slow_pipe: mii.Pipeline) -> None:
 
 
 def test_an_interrupt_cancels_the_call(slow_pipe: mii.Pipeline) -> None:
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        slow_pipe(["a", "b"], max_new_tokens=5000)
-    timer.join()
+    # A shell that runs the tests in the background has SIGINT ignored, and Python leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            slow_pipe(["a", "b"], max_new_tokens=5000)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     wait_until_idle(slow_pipe)
 
 

@@ -117,6 +117,7 @@ def test_the_first_request_is_sent_and_shown() -> None:
         for line in process.stdout:
             if line.startswith("First request, answered in"):
                 break
+            assert not line.startswith("The first request failed"), line
         (answer,) = json.loads(process.stdout.readline())
         assert answer["generated_length"] == 32
         process.send_signal(signal.SIGTERM)

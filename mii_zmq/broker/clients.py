@@ -36,9 +36,8 @@ log = logging.getLogger(__name__)
 
 CAPABILITIES = ("batch",)
 IDLE_CLIENT_S = 600.0
-SETTLING_S = (2.0, 10.0)
-"""After its start the broker cannot tell an unknown deployment from one whose workers have not registered yet: requests
-for one wait this long where other workers have registered, and where none has."""
+SETTLING_S = 10.0
+"""After its start the broker cannot tell an unknown deployment from one whose workers have not registered yet."""
 MAX_EXPECTED = 64
 """Deployments that requests may wait for in that time."""
 MAX_SHOWN_NAMES = 20
@@ -148,7 +147,7 @@ class Clients:
             raise InvalidRequest("raw frame 0 of GENERATE holds token ids of 4 bytes each", param="resume")
         if self.is_draining:
             raise Draining("the broker is shutting down; send the request to another one", retry_after_ms=1000)
-        deployment = self._requests.deployments.get(header.deployment) or self._expect(header.deployment, now)
+        deployment = self._requests.deployments.get(header.deployment) or self._expect(header, now)
         self._requests.check_room(client, deployment, len(message.body) + sum(map(len, message.raw)), now)
         earlier = self._requests.by_id.get(message.request_id)
         if earlier is not None:
@@ -156,15 +155,17 @@ class Clients:
             self._requests.cancel([earlier], Cancelled("another connection sent this request again"), now)
         self._requests.accept(client, deployment, header, message, now)
 
-    def _expect(self, name: str, now: float) -> Deployment:
-        """A deployment that no worker has registered for yet: soon after the start, one to wait for."""
+    def _expect(self, header: GenerateHeader, now: float) -> Deployment:
+        """A deployment that no worker has registered for: one to wait for, if the client has seen it and the broker has
+        just started."""
+        name = header.deployment
         known = [known.name for known in self._requests.deployments.values() if known.was_served]
-        left_s = self._started_at + SETTLING_S[not known] - now
-        if left_s > 0 and len(self._requests.deployments) - len(known) < MAX_EXPECTED:
+        left_s = self._started_at + SETTLING_S - now
+        if header.seen and left_s > 0 and len(self._requests.deployments) - len(known) < MAX_EXPECTED:
             return self._requests.expect(name, left_s, now)
-        if not known:
-            raise NoWorkers("no worker has registered since the broker started", retry_after_ms=1000)
-        shown = ", ".join(known[:MAX_SHOWN_NAMES])
+        if not known and left_s > 0:
+            raise NoWorkers("no worker has registered since the broker started", retry_after_ms=500)
+        shown = ", ".join(known[:MAX_SHOWN_NAMES]) or "none"
         raise UnknownDeployment(f"deployment {name[:MAX_NAME_LENGTH]!r} is unknown; known: {shown}", param="deployment")
 
     def _on_cancel(self, client: Client, message: Message, now: float) -> None:

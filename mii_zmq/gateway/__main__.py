@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ from aiohttp import web
 
 from mii_zmq.client import AsyncClient
 from mii_zmq.config import GatewayConfig, add_arguments, from_arguments
-from mii_zmq.errors import StartupError
+from mii_zmq.errors import BrokerUnavailable, StartupError
 from mii_zmq.gateway.app import BACKLOG, listen, make_app, make_runner
 from mii_zmq.gateway.state import GATEWAY
 from mii_zmq.process import ChildLink
@@ -47,16 +48,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+BROKER_WAIT_S = 2.0
+"""Before it says ready the gateway waits this long for a broker that is there: the first request shall find it."""
+
+
 async def serve(config: GatewayConfig, listener: socket.socket, link: ChildLink) -> None:
     """Serve on `listener` until a signal, then drain."""
     stop = _stop_at_signals()
-    app = make_app(config, AsyncClient(config.brokers, name="gateway"))
+    client = AsyncClient(config.brokers, name="gateway")
+    app = make_app(config, client)
     runner = make_runner(app)
     await runner.setup()
     try:
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        with contextlib.suppress(BrokerUnavailable):
+            await client.connect(BROKER_WAIT_S)
         log.info("ready: %s, brokers %s", url, ", ".join(config.brokers))
         link.announce(ready=True, url=url)
         await stop.wait()

@@ -113,7 +113,6 @@ class TestRefusals:
     )
     def test_bad_headers(self, header: dict[str, object], code: str, param: str | None) -> None:
         bench = bench_with("w")
-        bench.advance(3, ("w",))
         bench.client("c", Verb.GENERATE, 1, header)
         assert bench.last("c").request_id == request_id(1)
         assert bench.error("c")["code"] == code
@@ -124,36 +123,33 @@ class TestRefusals:
 
     def test_unknown_deployment_names_the_known_ones(self) -> None:
         bench = bench_with("w")
-        bench.advance(3, ("w",))
         bench.generate("c", 1, deployment="n")
         assert "'n'" in bench.error("c")["message"]
         assert "known: m" in bench.error("c")["message"]
 
-    def test_before_any_worker_registered_requests_wait(self) -> None:
+    def test_before_any_worker_registered_the_name_may_still_come(self) -> None:
         bench = Bench()
         bench.generate("c", 1)
-        bench.advance(1)
-        bench.ready("w")
-        assert numbers_at(bench, "w") == [1]
-
-    def test_before_any_worker_registered_the_wait_is_bounded(self) -> None:
-        bench = Bench()
-        bench.generate("c", 1)
-        bench.advance(11)
         assert bench.error("c")["code"] == "no_workers"
         assert bench.error("c")["retryable"] is True
+        bench.advance(11)
         bench.generate("c", 2)
-        assert bench.error("c")["code"] == "no_workers"
+        assert bench.error("c")["code"] == "unknown_deployment"
 
-    def test_an_unknown_deployment_may_still_come_soon_after_the_start(self) -> None:
+    def test_a_deployment_that_the_client_has_seen_is_waited_for(self) -> None:
         bench = bench_with("w")
-        bench.generate("c", 1, deployment="n")
+        bench.client("c", Verb.GENERATE, 1, {"deployment": "n", "seen": True})
         bench.ready("v", incarnation=9, deployment="n")
         assert numbers_at(bench, "v") == [1]
-        bench.generate("c", 2, deployment="o")
-        bench.advance(3, ("w", "v"))
+
+    def test_that_wait_is_bounded(self) -> None:
+        bench = bench_with("w")
+        bench.client("c", Verb.GENERATE, 1, {"deployment": "n", "seen": True})
+        bench.advance(11, ("w",))
         assert bench.error("c")["code"] == "no_workers"
-        assert set(bench.state.status(bench.now)["deployments"]) == {"m", "n"}
+        assert set(bench.state.status(bench.now)["deployments"]) == {"m"}
+        bench.client("c", Verb.GENERATE, 2, {"deployment": "n", "seen": True})
+        assert bench.error("c")["code"] == "unknown_deployment"
 
     def test_header_nested_as_deeply_as_can_be_read_is_passed_on(self) -> None:
         bench = bench_with("w")

@@ -157,11 +157,16 @@ def test_an_abandoned_stream_frees_its_blocks(client: mii.MIIClient) -> None:
     stream = client.stream("hello", max_new_tokens=8000)
     next(stream)
     stream.close()
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        client.generate(["a", "b"], max_new_tokens=8000)
-    timer.join()
+    # A shell that runs the tests in the background has SIGINT ignored, and Python leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.generate(["a", "b"], max_new_tokens=8000)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     wait_until_idle(client)
 
 

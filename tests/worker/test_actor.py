@@ -291,11 +291,11 @@ async def test_deadline_that_has_passed_is_refused_before_the_engine(harness: Ha
     harness.assert_empty()
 
 
-async def test_full_engine_queue_refuses_with_overloaded(harness: Harness) -> None:
+async def test_request_that_the_engine_does_not_take_is_for_another_group(harness: Harness) -> None:
     harness.engine.is_full = True
     harness.generate()
     error = await harness.link.take(Verb.ERROR)
-    assert (error.header["code"], error.header["retryable"]) == ("overloaded", True)
+    assert (error.header["code"], error.header["retryable"]) == ("worker_lost", True)
     harness.assert_empty()
 
 

@@ -2,8 +2,8 @@
 """The overlapped execution loop: one scheduler, one executor, at most two steps in flight.
 
 `step` plans and submits step n + 1 before it reads the result of step n, so that planning and staging hide behind the
-device's work. A step that raises ends the sequences in it and nothing else. Knows neither tensors nor sockets; driven
-by one thread.
+device's work. A step that raises ends the sequences in it and nothing else; after `MAX_FAILED_STEPS` of them without a
+good one between, the device counts as dead and `step` raises. Knows neither tensors nor sockets; driven by one thread.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from mii_zmq.errors import InternalError
 from mii_zmq.worker.plan import EngineLimits, EngineStats, Executor, PendingStep, SequenceOutput, SequenceRequest
 from mii_zmq.worker.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 8
+"""In a row: more than one bad request causes, few enough that a dead device fails little before the engine ends."""
 
 TraceEntry = tuple[str, int]
 """'plan', 'submit' or 'read', and the step's number."""
@@ -46,6 +50,8 @@ class EngineCore:
         self._clock = clock
         self._trace = trace
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
+        self._num_failed_steps = 0
+        """Since the last good one."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -69,7 +75,11 @@ class EngineCore:
         self.scheduler.cancel(seq_ids)
 
     def step(self) -> list[SequenceOutput]:
-        """Keep the device busy and return what became known. Waits for a step only when there is one to read."""
+        """Keep the device busy and return what became known. Waits for a step only when there is one to read.
+
+        Raises:
+            InternalError: one step after the other fails; the engine is of no use any more and should be restarted.
+        """
         outputs: list[SequenceOutput] = []
         was_submitted = self._submit_next(outputs)
         if self._in_flight and (len(self._in_flight) > 1 or not was_submitted):
@@ -112,6 +122,7 @@ class EngineCore:
             result = pending.result()
             self._note("read", step)
             outputs += self.scheduler.complete(result)
+            self._num_failed_steps = 0
         except Exception as error:
             logger.exception("step %d failed; its sequences end", step)
             self._fail_step(step, _one_line(f"step {step} failed", error), outputs, submitted=True)
@@ -122,6 +133,12 @@ class EngineCore:
         except Exception:
             logger.exception("the scheduler's accounting is broken; every sequence of the engine ends")
             outputs += self.scheduler.fail_all(message)
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise InternalError(
+                f"{self._num_failed_steps} steps failed one after the other, so the device counts as dead; the last: "
+                f"{message}"
+            )
 
     def _note(self, event: str, step: int) -> None:
         if self._trace is not None:

@@ -177,8 +177,9 @@ def serve(config: EngineConfig, channel: transport.BlockingSocket) -> None:
         gc.collect()
         gc.freeze()
         EngineLoop(core, channel, trace).run()
-    finally:
+        # Not after an error: it waits for the device, which may be what failed.
         core.close()
+    finally:
         if trace is not None:
             trace.close()
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mii_zmq.errors import InvalidRequest
+from mii_zmq.errors import InternalError, InvalidRequest
+from mii_zmq.worker.core import MAX_FAILED_STEPS
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, FakeModel
-from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
+from mii_zmq.worker.plan import PendingStep, SamplingSpec, SequenceRequest, StepPlan
 from tests.engine_driver import Driver, make_driver, make_limits, make_request
 
 
@@ -128,6 +129,44 @@ def test_a_plan_that_cannot_be_submitted_ends_its_sequences_only(caplog: pytest.
         driver.run()
     assert driver.reasons == {0: "error", 1: "error", 2: "length", 3: "length"}
     assert [plan.step for plan in driver.executor.plans] == list(range(1, len(driver.executor.plans) + 1))
+    driver.check_outputs()
+
+
+class DeadDevice:
+    """An executor that takes no step."""
+
+    limits = make_limits(max_sequences=1, token_budget=16)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        raise RuntimeError("device lost")
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("takes_steps", [False, True])
+def test_a_device_that_fails_every_step_ends_the_engine(takes_steps: bool, caplog: pytest.LogCaptureFixture):
+    driver = make_driver(DeadDevice.limits)
+    if takes_steps:
+        driver.executor.faults.steps.update({step: RuntimeError("device lost") for step in range(1, 100)})
+    else:
+        driver.core.executor = DeadDevice()
+    driver.add(*(make_request(seq_id, 8) for seq_id in range(20)))
+    with caplog.at_level(logging.CRITICAL, logger="mii_zmq.worker.core"):
+        with pytest.raises(InternalError, match="8 steps failed one after the other.* RuntimeError: device lost"):
+            driver.run()
+        assert len(driver.reasons) < MAX_FAILED_STEPS, "those that waited were not failed one by one"
+
+
+def test_a_good_step_between_failed_ones_keeps_the_engine(caplog: pytest.LogCaptureFixture):
+    driver = make_driver(make_limits(max_sequences=1, token_budget=16))
+    good = (MAX_FAILED_STEPS, 2 * MAX_FAILED_STEPS)
+    for step in range(1, 3 * MAX_FAILED_STEPS):
+        if step not in good:
+            driver.executor.faults.steps[step] = RuntimeError("device lost")
+    driver.add(*(make_request(seq_id, 8, max_new_tokens=1) for seq_id in range(30)))
+    with caplog.at_level(logging.CRITICAL, logger="mii_zmq.worker.core"):
+        driver.run()
+    assert list(driver.reasons.values()).count("error") == 3 * MAX_FAILED_STEPS - 3
     driver.check_outputs()
 
 

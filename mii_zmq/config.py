@@ -62,6 +62,9 @@ class EngineConfig:
     prefix_cache: bool = setting("reuse KV blocks of equal prompt prefixes", True)
     num_threads: int | None = setting("CPU threads for the model (default: all cores available)", None)
     tensor_parallel: int = setting("ranks that share one copy of the model", 1)
+    deterministic: bool = setting(
+        "results do not depend on what else is in the batch (slower; on a GPU, in bfloat16 or float16)", False
+    )
     step_trace: str | None = setting("file for one JSON line per event of a step: plan, submit, read, sent", None)
 
     def __post_init__(self) -> None:

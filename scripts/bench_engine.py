@@ -230,7 +230,7 @@ def make_executor(args: argparse.Namespace, **fields: Any) -> CudaExecutor:
     config = shape_config(args.random_weights)
     engine_config = EngineConfig(
         model=f"random:{args.random_weights}", token_budget=args.token_budget, max_sequences=256,
-        gpu_memory_fraction=args.gpu_memory_fraction, **fields,
+        gpu_memory_fraction=args.gpu_memory_fraction, deterministic=args.deterministic, **fields,
     )  # fmt: skip
     weights = random_weights(config, torch.bfloat16, torch.device("cuda"))
     return build_cuda_executor(engine_config, config, weights, args.max_model_len)
@@ -243,6 +243,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, help="tokens per step (default: the engine's)")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--gpu-memory-fraction", type=float, default=0.9)
+    parser.add_argument("--deterministic", action="store_true", help="the mode whose results the batch cannot change")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=DECODE_BATCHES)
     parser.add_argument("--profile", type=lambda text: tuple(map(int, text.split(","))), default=(), metavar="BATCHES")
@@ -277,8 +278,8 @@ class Printer:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._common = {
-            "shape": args.random_weights, "budget": args.token_budget, "card": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
+            "shape": args.random_weights, "budget": args.token_budget, "deterministic": args.deterministic,
+            "card": torch.cuda.get_device_name(), "torch": torch.__version__,
         }  # fmt: skip
 
     def __call__(self, result: dict[str, Any]) -> None:

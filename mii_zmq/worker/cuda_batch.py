@@ -3,11 +3,13 @@
 
 The buffer is a fixed part (header, rows, samples, attention tiles), whose offsets are baked into graphs, and behind it
 the step's changes to token histories and block tables. Rows are sorted: those with one token first, they are decodes
-to the kernels whatever the scheduler calls them. Knows nothing of the model, of torch or of a GPU.
+to the kernels whatever the scheduler calls them, unless every row is to be tiles. Knows nothing of the model, of torch
+or of a GPU.
 """
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
@@ -37,6 +39,8 @@ class PackedLayout:
     token_budget: int
     tile_tokens: int
     """Query tokens per tile of prompt attention."""
+    tiles_only: bool = False
+    """Rows with one token are tiles, too, so that a token's result does not depend on how many came with it."""
     row_slots: int = HEADER
     max_rows: int = field(init=False)
     """A power of two, for the kernels."""
@@ -104,9 +108,9 @@ class StepPacker:
         """Write the fixed part into `fixed`; the tables count as changed from here on."""
         updates, num_updates, longest = self._updates(plan)
         rows = plan.rows
-        is_decode_only = all(row.num_tokens == 1 for row in rows)
-        ordered = rows if is_decode_only else sorted(rows, key=_takes_many)
-        num_decodes = len(rows) if is_decode_only else sum(row.num_tokens == 1 for row in rows)
+        # Long rows first: with the short ones last, the last programs of decode attention end together.
+        ordered = sorted(rows, key=row_order)
+        num_decodes = 0 if self.layout.tiles_only else sum(row.num_tokens == 1 for row in rows)
         counts = [row.num_tokens for row in ordered]
         tile_rows, tile_starts = self._tiles(ordered, num_decodes)
         ends = np.cumsum(counts, dtype=np.int32) if counts else np.zeros(0, np.int32)
@@ -127,7 +131,7 @@ class StepPacker:
         _place(fixed, layout.tile_rows, tile_rows)
         _place(fixed, layout.tile_starts, tile_starts)
         plan_order = None
-        if not is_decode_only:
+        if not all(map(operator.is_, ordered, rows)):
             drawn = {slot: index for index, slot in enumerate(sample_slots)}
             plan_order = [drawn[row.slot] for row in rows if row.sample]
         return PackedStep(
@@ -145,7 +149,7 @@ class StepPacker:
         )
 
     def _tiles(self, ordered: list[StepRow], num_decodes: int) -> tuple[list[int], list[int]]:
-        """Tiles of the rows with several tokens, those that read most keys first."""
+        """Tiles of the rows behind the decodes, those that read most keys first."""
         size = self.layout.tile_tokens
         tiles = [
             (row.start + first, index, first)
@@ -208,16 +212,21 @@ def row_bucket(num_rows: int, buckets: list[int]) -> int:
     return buckets[bisect_left(buckets, num_rows)]
 
 
+def decode_bucket(num_rows: int, layout: PackedLayout) -> Bucket:
+    """That of a step with so many rows of one token."""
+    return Bucket(num_rows, 0, num_rows, True) if layout.tiles_only else Bucket(num_rows, num_rows, 0, True)
+
+
 def choose_bucket(step: PackedStep, layout: PackedLayout, buckets: list[int]) -> Bucket:
     """Decode-only steps by rows; mixed ones by tokens, with room for any mix of rows; big ones exactly, eagerly."""
-    if step.num_tiles == 0:
-        rows = row_bucket(step.num_rows, buckets)
-        return Bucket(rows, rows, 0, is_graph=True)
+    if step.num_tokens == step.num_rows:
+        return decode_bucket(row_bucket(step.num_rows, buckets), layout)
     if step.num_tokens <= MIXED_BUCKETS[-1]:
         tokens = MIXED_BUCKETS[bisect_left(MIXED_BUCKETS, step.num_tokens)]
-        tiles = -(-tokens // layout.tile_tokens) + MIXED_SPARE_TILES
+        single = min(tokens, layout.max_sequences)
+        tiles = -(-tokens // layout.tile_tokens) + (single if layout.tiles_only else MIXED_SPARE_TILES)
         if step.num_tiles <= tiles and tokens <= _aligned(layout.token_budget):
-            return Bucket(tokens, min(tokens, layout.max_sequences), tiles, is_graph=True)
+            return Bucket(tokens, 0 if layout.tiles_only else single, tiles, is_graph=True)
     return Bucket(step.num_tokens, step.num_decodes, step.num_tiles, is_graph=False)
 
 
@@ -225,8 +234,9 @@ MIXED_SPARE_TILES = 24
 """Tiles of a mixed graph beyond what its tokens fill: every prompt chunk may leave one partly empty."""
 
 
-def _takes_many(row: StepRow) -> bool:
-    return row.num_tokens > 1
+def row_order(row: StepRow) -> tuple[bool, int]:
+    """Sort key of the rows of a step."""
+    return row.num_tokens > 1, -row.start
 
 
 def _place(target: np.ndarray, offset: int, values: list[int] | np.ndarray) -> None:

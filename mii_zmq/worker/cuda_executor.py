@@ -27,6 +27,7 @@ from mii_zmq.worker.cuda_batch import (
     PackedStep,
     StepPacker,
     choose_bucket,
+    decode_bucket,
     decode_buckets,
     row_bucket,
 )
@@ -155,7 +156,7 @@ class CudaExecutor:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for index, rows in enumerate(self._buckets):
                 progress("capturing graphs", index / len(self._buckets))
-                self._run_trunk(Bucket(rows, rows, 0, is_graph=True))
+                self._run_trunk(decode_bucket(rows, self._layout))
                 self.graphs.run(("greedy", rows), lambda rows=rows: self._greedy(rows))  # type: ignore[misc]
             self._stream.synchronize()
 

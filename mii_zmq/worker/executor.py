@@ -150,10 +150,16 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Loa
     directory = Path(resolve_model(config.model, lambda text: say(text, 0.0)))
     model_config = load_model_config(directory)
     dtype = _dtype(config, model_config, device)
+    has_kernels = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if config.deterministic and not has_kernels:
+        raise ConfigError(
+            f"deterministic is set, but in {_name(dtype)} on {device.type} results depend on the batch; only the "
+            "engine for GPUs in bfloat16 or float16 can do without: use --device cuda, or leave --deterministic out"
+        )
     max_model_len = _max_model_len(config, model_config)
     before = available_memory()
     weights = load_weights(directory, model_config, dtype, device, progress=progress)
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+    if has_kernels:
         # Triton and CuPy are there only where a GPU is.
         from mii_zmq.worker.cuda_load import build_cuda_executor
 
@@ -225,6 +231,10 @@ def _dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device
         name = "float32" if device.type == "cpu" else model_config.dtype  # type: ignore[assignment]
     dtypes: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return dtypes[name]  # type: ignore[no-any-return]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -39,6 +39,12 @@ def test_kernel_agrees_with_the_oracle(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["gemm", "linear", "attention", "decoder"])
+def test_deterministic_kernels_give_every_row_its_own_bits(case: str) -> None:
+    run_program("triton_invariance.py", case)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
 def test_kernels_compile(capability: str) -> None:
     run_program("triton_compile.py", capability)

@@ -17,11 +17,13 @@ from mii_zmq.kernels.triton import (
     decode_attention,
     elementwise,
     gemv,
+    invariant_gemm,
     norm,
     rope_kv,
     skinny_gemm,
     updates,
 )
+from mii_zmq.worker.models.cuda_invariant_linear import FEW, MANY
 
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 LONGS = ("block_stride", "layer_offset", "v_offset")
@@ -32,13 +34,16 @@ POINTERS = {
     "x_ptr": HALF, "q_ptr": HALF, "pool_ptr": HALF, "pool_desc": HALF, "out_ptr": HALF, "weight_ptr": HALF,
     "norm_ptr": HALF, "bias_ptr": HALF, "residual_ptr": HALF, "qkv_ptr": HALF, "q_norm_ptr": HALF, "k_norm_ptr": HALF,
     "embed_ptr": HALF, "table_ptr": HALF, "a_ptr": HALF, "b_ptr": HALF, "a_out_ptr": HALF, "b_out_ptr": HALF,
-    "logits_ptr": HALF, "x_desc": HALF, "weight_desc": HALF,
+    "logits_ptr": HALF, "x_desc": HALF, "token_desc": HALF, "weight_desc": HALF,
 }  # fmt: skip
-BLOCKS = {"pool_desc": ("TILE_N", "HEAD_DIM"), "x_desc": ("M_PAD", "TILE_K"), "weight_desc": ("TILE_N", "TILE_K")}
+BLOCKS = {
+    "pool_desc": ("TILE_N", "HEAD_DIM"), "x_desc": ("M_PAD", "TILE_K"), "token_desc": ("TILE_M", "TILE_K"),
+    "weight_desc": ("TILE_N", "TILE_K"),
+}  # fmt: skip
 """Block shape of a tensor descriptor, by constants of its kernel."""
 
 
-def compile_kernel(kernel: Any, capability: int, num_warps: int = 4, **constants: Any) -> None:
+def compile_kernel(kernel: Any, capability: int, num_warps: int = 4, fused: bool = True, **constants: Any) -> Any:
     tma = constants.get("USE_TMA", False)
     signature = {}
     for name in kernel.arg_names:
@@ -60,7 +65,8 @@ def compile_kernel(kernel: Any, capability: int, num_warps: int = 4, **constants
     }
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
-    triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "enable_fp_fusion": fused}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def main(capability: int) -> None:
@@ -78,6 +84,17 @@ def main(capability: int) -> None:
         compile_kernel(
             chunk_attention.chunk_attention_kernel, capability, GROUP=4, TILE_M=128, TILE_N=64, HAS_WINDOW=window,
             USE_TMA=hopper, STAGES=2, **heads, **flags,
+        )  # fmt: skip
+        chunk = compile_kernel(
+            chunk_attention.chunk_attention_kernel, capability, fused=False, GROUP=4, TILE_M=128, TILE_N=64,
+            HAS_WINDOW=window, USE_TMA=hopper, STAGES=2, **heads, **flags,
+        )  # fmt: skip
+        assert "fma.rn" not in chunk.asm["ptx"], "loops with and without a mask round alike"
+    for tiles in (FEW, MANY):
+        compile_kernel(
+            invariant_gemm.invariant_gemm_kernel, capability, num_warps=tiles.num_warps, TILE_M=tiles.tile_m,
+            TILE_N=tiles.tile_n, TILE_K=tiles.tile_k, GROUP=8, STAGES=tiles.stages, HAS_RESIDUAL=True, USE_TMA=hopper,
+            **linear,
         )  # fmt: skip
     for normed in (False, True):
         compile_kernel(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU engine without a GPU: its kernels in Triton's interpreter, CUDA's streams and events replaced by nothing.
 
-`python cuda_engine_on_cpu.py NUM_BLOCKS` runs requests with every kind of sampling through it and through the CPU's
-executor, and compares the token ids. Graphs and timing are all that this leaves out.
+`python cuda_engine_on_cpu.py NUM_BLOCKS [deterministic]` runs requests with every kind of sampling through it and
+through the CPU's executor, and compares the token ids. Graphs and timing are all that this leaves out.
 """
 
 from __future__ import annotations
@@ -110,11 +110,12 @@ def run(executor: Executor) -> tuple[dict[int, list[Any]], int]:
     return outputs, stats.num_preemptions
 
 
-def main(num_blocks: int) -> None:
+def main(num_blocks: int, deterministic: bool) -> None:
     warnings.simplefilter("ignore")
     replace_cuda()
     config = EngineConfig(
-        model="random", max_sequences=SLOTS, block_size=BLOCK, num_blocks=num_blocks, token_budget=BUDGET
+        model="random", max_sequences=SLOTS, block_size=BLOCK, num_blocks=num_blocks, token_budget=BUDGET,
+        deterministic=deterministic,
     )  # fmt: skip
     found, preemptions = run(
         cuda_load.build_cuda_executor(config, CONFIG, make_weights(), MAX_LEN, use_graphs=False)
@@ -129,4 +130,4 @@ def main(num_blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), deterministic="deterministic" in sys.argv)

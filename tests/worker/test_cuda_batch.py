@@ -10,17 +10,18 @@ from mii_zmq.worker.cuda_batch import (
     BLOCK_TABLES,
     TOKEN_IDS,
     UPDATE_WORDS,
-    Bucket,
     PackedLayout,
     PackedStep,
     StepPacker,
     choose_bucket,
+    decode_bucket,
     decode_buckets,
     row_bucket,
 )
 from mii_zmq.worker.plan import NewSequence, SamplingSpec, StepPlan, StepRow
 
 LAYOUT = PackedLayout(max_sequences=20, token_budget=512, tile_tokens=128)
+TILES_ONLY = PackedLayout(max_sequences=20, token_budget=512, tile_tokens=128, tiles_only=True)
 HISTORY, TABLE = 1024, 64
 
 
@@ -49,10 +50,10 @@ def test_rows_with_one_token_come_first() -> None:
     rows = [StepRow(3, 0, 200, False), StepRow(5, 40, 1, True), StepRow(7, 100, 30, True), StepRow(2, 9, 1, True)]
     step, fixed = pack(StepPlan(1, rows))
     assert fixed[:5].tolist() == [4, 2, 232, 3, 3]
-    assert fixed[LAYOUT.row_slots :][:4].tolist() == [5, 2, 3, 7]
-    assert fixed[LAYOUT.row_starts :][:4].tolist() == [40, 9, 0, 100]
-    assert fixed[LAYOUT.query_starts :][:5].tolist() == [0, 1, 2, 202, 232]
-    assert fixed[LAYOUT.sample_tokens :][:3].tolist() == [0, 1, 231]
+    assert fixed[LAYOUT.row_slots :][:4].tolist() == [5, 2, 7, 3], "and of them those with the most keys"
+    assert fixed[LAYOUT.row_starts :][:4].tolist() == [40, 9, 100, 0]
+    assert fixed[LAYOUT.query_starts :][:5].tolist() == [0, 1, 2, 32, 232]
+    assert fixed[LAYOUT.sample_tokens :][:3].tolist() == [0, 1, 31]
     assert step.sample_slots == [5, 2, 7] == fixed[LAYOUT.sample_slots :][:3].tolist()
     assert step.sample_positions == [41, 10, 130] == fixed[LAYOUT.sample_positions :][:3].tolist()
     assert step.plan_order == [0, 2, 1], "the plan's order of the sampling rows is 5, 7, 2"
@@ -63,7 +64,18 @@ def test_tiles_cover_every_chunk_and_start_with_the_most_keys() -> None:
     tiles = list(
         zip(fixed[LAYOUT.tile_rows :][: step.num_tiles], fixed[LAYOUT.tile_starts :][: step.num_tiles], strict=True)
     )
-    assert tiles == [(2, 0), (1, 256), (1, 128), (1, 0)]
+    assert tiles == [(1, 0), (2, 256), (2, 128), (2, 0)]
+
+
+def test_tiles_only_makes_every_row_a_tile() -> None:
+    fixed = np.full(TILES_ONLY.fixed_words, -1, dtype=np.int32)
+    rows = [StepRow(3, 0, 200, False), StepRow(5, 40, 1, True), StepRow(2, 9, 1, True)]
+    step = StepPacker(TILES_ONLY, HISTORY, TABLE).pack(StepPlan(1, rows), fixed)
+    assert fixed[:5].tolist() == [3, 0, 202, 2, 4]
+    assert (step.num_decodes, step.num_tiles) == (0, 4)
+    assert fixed[TILES_ONLY.row_slots :][:3].tolist() == [5, 2, 3]
+    assert fixed[TILES_ONLY.tile_rows :][:4].tolist() == [2, 0, 1, 2]
+    assert fixed[TILES_ONLY.tile_starts :][:4].tolist() == [128, 0, 0, 0]
 
 
 def test_updates_rebuild_histories_and_tables() -> None:
@@ -103,13 +115,19 @@ def test_row_buckets(rows: int, bucket: int) -> None:
 
 @given(counts=st.lists(st.sampled_from([1, 1, 1, 2, 15, 129, 200]), min_size=1, max_size=20))
 @settings(max_examples=60, deadline=None)
-def test_bucket_has_room_for_the_step(counts: list[int]) -> None:
+@pytest.mark.parametrize("layout", [LAYOUT, TILES_ONLY])
+def test_bucket_has_room_for_the_step(layout: PackedLayout, counts: list[int]) -> None:
     counts = [count for index, count in enumerate(counts) if sum(counts[: index + 1]) <= 512] or [1]
-    step, _ = pack(StepPlan(1, [StepRow(slot, 3, count, True) for slot, count in enumerate(counts)]))
-    bucket = choose_bucket(step, LAYOUT, decode_buckets(20))
+    fixed = np.zeros(layout.fixed_words, np.int32)
+    plan = StepPlan(1, [StepRow(slot, 3, count, True) for slot, count in enumerate(counts)])
+    step = StepPacker(layout, HISTORY, TABLE).pack(plan, fixed)
+    bucket = choose_bucket(step, layout, decode_buckets(20))
     assert bucket.num_tokens >= step.num_tokens
     assert bucket.max_decodes >= step.num_decodes
     assert bucket.max_tiles >= step.num_tiles
     assert bucket.num_tokens <= 512, "buffers are as large as the budget"
     if max(counts) == 1:
-        assert bucket == Bucket(bucket.num_tokens, bucket.num_tokens, 0, is_graph=True)
+        assert bucket == decode_bucket(bucket.num_tokens, layout)
+    if layout.tiles_only:
+        assert bucket.max_decodes == 0
+        assert bucket.is_graph, "room for as many tiles as there can be rows"

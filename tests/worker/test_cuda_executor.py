@@ -16,11 +16,13 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_blocks", "preempts"), [(24, False), (4, True)])
-def test_tokens_are_those_of_the_cpu_engine(num_blocks: int, preempts: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "preempts", "options"), [(24, False, []), (4, True, []), (4, True, ["deterministic"])]
+)
+def test_tokens_are_those_of_the_cpu_engine(num_blocks: int, preempts: bool, options: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
     done = subprocess.run(
-        [sys.executable, str(HERE / "cuda_engine_on_cpu.py"), str(num_blocks)],
+        [sys.executable, str(HERE / "cuda_engine_on_cpu.py"), str(num_blocks), *options],
         capture_output=True, text=True, check=False, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -5,6 +5,7 @@ plan can be read off its logits.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -184,6 +185,16 @@ def test_an_unknown_device_is_refused_at_load(tmp_path) -> None:  # type: ignore
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match="cuda"):
         load_executor(EngineConfig(model=str(tmp_path), device="cuda"))
+
+
+def test_deterministic_mode_is_refused_on_a_cpu(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    shape |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**shape, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 99}), "utf-8"
+    )
+    with pytest.raises(ConfigError, match="in float32 on cpu results depend on the batch"):
+        load_executor(EngineConfig(model=str(tmp_path), device="cpu", deterministic=True))
 
 
 def test_available_memory_is_plausible() -> None:

@@ -9,6 +9,7 @@ the same for every batch size and family. Knows nothing of plans, sampling or gr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from mii_zmq.kernels.triton.decode_attention import decode_attention_kernel
 from mii_zmq.kernels.triton.elementwise import embed_kernel, gather_rows_kernel
 from mii_zmq.kernels.triton.rope_kv import rope_kv_kernel
 from mii_zmq.worker.cuda_batch import PackedLayout
+from mii_zmq.worker.models.cuda_invariant_linear import InvariantLinear
 from mii_zmq.worker.models.cuda_linear import FusedLinear, Norm, Scratch, launch_options
 from mii_zmq.worker.models.layers import inverse_frequencies
 from mii_zmq.worker.models.spec import MlpKind, ModelConfig, NormKind
@@ -75,12 +77,15 @@ class Card:
         return cls(properties.multi_processor_count, properties.major >= 9)
 
 
+Linear = FusedLinear | InvariantLinear
+
+
 @dataclass(frozen=True)
 class _Layer:
-    qkv: FusedLinear
-    out: FusedLinear
-    up: FusedLinear
-    down: FusedLinear
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     window: int | None
@@ -100,8 +105,11 @@ class CudaDecoder:
         block_size: int,
         max_model_len: int,
         card: Card,
+        deterministic: bool = False,
     ) -> None:
+        """`deterministic`: no bit of a token's result depends on what else is in the step, if every row is tiles."""
         self.config = config
+        self._card, self._deterministic = card, deterministic
         self.weight_bytes = weights.num_bytes
         embed = weights.embed
         device, dtype = embed.device, embed.dtype
@@ -115,7 +123,7 @@ class CudaDecoder:
         self._make_rotary(max_model_len, device)
         self._layers = [self._make_layer(layer, index) for index, layer in enumerate(weights.layers)]
         head = embed if weights.head is None else weights.head
-        self._head = FusedLinear(head, None, self._scratch, norm=self._norm(weights.final_norm), pdl=self._pdl)
+        self._head = self._linear(Affine(head, None), norm=self._norm(weights.final_norm))
 
     def use_pool(self, slab: Tensor) -> None:
         """The KV pool [block, layer, k or v, kv head, token, dim], layers outermost in memory; call before `trunk`."""
@@ -189,7 +197,8 @@ class CudaDecoder:
         per_program = 8
         rope_kv_kernel[(qkv.shape[0], triton.cdiv(heads, per_program))](
             qkv, self._slab, self._cosines, self._sines, self._position, self._cells, layer.q_norm, layer.k_norm,
-            qkv.stride(0), self._slab.stride(0), layer.index * self._slab.stride(1), self._slab.stride(2), config.norm_eps,
+            qkv.stride(0), self._slab.stride(0), layer.index * self._slab.stride(1), self._slab.stride(2),
+            config.norm_eps,
             NUM_HEADS=config.num_heads, NUM_KV_HEADS=config.num_kv_heads, HEADS_PER_PROGRAM=per_program,
             HEAD_DIM=config.head_dim, HEAD_PAD=triton.next_power_of_2(config.head_dim), BLOCK_SIZE=self._block_size,
             HAS_ROPE=self._cosines is not None, HAS_QK_NORM=layer.q_norm is not None, PDL=self._pdl, num_warps=4,
@@ -203,12 +212,12 @@ class CudaDecoder:
         head_pad = triton.next_power_of_2(config.head_dim)
         decode_attention_kernel[(config.num_kv_heads, num_items)](
             qkv, self._slab, attended, self._partial, self._partial_stats, self._counters, tables, self._items, None,
-            qkv.stride(0), attended.stride(0), tables.stride(0), self._slab.stride(0), layer.index * self._slab.stride(1),
-            self._slab.stride(2), config.head_dim**-0.5 * LOG2_E, 0.0, layer.window or 0,
+            qkv.stride(0), attended.stride(0), tables.stride(0), self._slab.stride(0),
+            layer.index * self._slab.stride(1), self._slab.stride(2), config.head_dim**-0.5 * LOG2_E, 0.0,
+            layer.window or 0,
             NUM_KV_HEADS=config.num_kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
             HEAD_DIM=config.head_dim, HEAD_PAD=head_pad, BLOCK_SIZE=self._block_size, TILE=self._key_tile,
-            HAS_WINDOW=layer.window is not None, HAS_SOFTCAP=False, HAS_ALIBI=False, STAGES=stages,
-            PDL=self._pdl,
+            HAS_WINDOW=layer.window is not None, HAS_SOFTCAP=False, HAS_ALIBI=False, STAGES=stages, PDL=self._pdl,
             num_warps=num_warps, **launch_options(self._pdl),
         )  # fmt: skip
 
@@ -219,12 +228,15 @@ class CudaDecoder:
             qkv, self._slab, self._descriptor, attended, tables, packed[layout.row_slots :],
             packed[layout.row_starts :], packed[layout.query_starts :], packed[4:], packed[layout.tile_rows :],
             packed[layout.tile_starts :], None, qkv.stride(0), attended.stride(0), tables.stride(0),
-            self._slab.stride(0), layer.index * self._slab.stride(1), self._slab.stride(2), config.head_dim**-0.5 * LOG2_E, 0.0,
-            layer.window or 0,
+            self._slab.stride(0), layer.index * self._slab.stride(1), self._slab.stride(2),
+            config.head_dim**-0.5 * LOG2_E, 0.0, layer.window or 0,
             GROUP=config.num_heads // config.num_kv_heads, HEAD_DIM=config.head_dim,
             HEAD_PAD=triton.next_power_of_2(config.head_dim), BLOCK_SIZE=self._block_size, TILE_M=TILE_TOKENS,
             TILE_N=self._key_tile, HAS_WINDOW=layer.window is not None, HAS_SOFTCAP=False, HAS_ALIBI=False,
             USE_TMA=self._descriptor is not None, STAGES=2, num_warps=4 if config.head_dim >= 128 else 8,
+            # Fused, the loops with and without a mask would round differently, and it is the tile that decides
+            # through which of them a row's keys go.
+            enable_fp_fusion=not self._deterministic,
         )  # fmt: skip
 
     def _make_buffers(self, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -270,26 +282,30 @@ class CudaDecoder:
             self._cosines, self._sines = angles.cos(), angles.sin()
 
     def _make_layer(self, weights: LayerWeights, index: int) -> _Layer:
-        config, scratch, pdl = self.config, self._scratch, self._pdl
+        config = self.config
         q_norm = k_norm = None
         if weights.qk_norm is not None:
             q_norm, k_norm = weights.qk_norm[0], weights.qk_norm[config.num_heads]
         gated = config.spec.mlp is MlpKind.GATED
         return _Layer(
-            qkv=FusedLinear(
-                weights.qkv.weight, weights.qkv.bias, scratch, norm=self._norm(weights.attn_norm), pdl=pdl
+            qkv=self._linear(weights.qkv, norm=self._norm(weights.attn_norm)),
+            out=self._linear(weights.out, adds_to_out=True),
+            up=self._linear(
+                weights.up, norm=self._norm(weights.mlp_norm), activation=config.activation, gated=gated
             ),
-            out=FusedLinear(weights.out.weight, weights.out.bias, scratch, adds_to_out=True, pdl=pdl),
-            up=FusedLinear(
-                weights.up.weight, weights.up.bias, scratch, norm=self._norm(weights.mlp_norm),
-                activation=config.activation, gated=gated, pdl=pdl,
-            ),
-            down=FusedLinear(weights.down.weight, weights.down.bias, scratch, adds_to_out=True, pdl=pdl),
+            down=self._linear(weights.down, adds_to_out=True),
             q_norm=q_norm,
             k_norm=k_norm,
             window=config.windows[index],
             index=index,
         )  # fmt: skip
+
+    def _linear(self, weights: Affine, **surroundings: Any) -> Linear:
+        common = (weights.weight, weights.bias, self._scratch)
+        if self._deterministic:
+            processors = self._card.num_processors
+            return InvariantLinear(*common, **surroundings, pdl=self._pdl, num_processors=processors)
+        return FusedLinear(*common, **surroundings, pdl=self._pdl)
 
     def _norm(self, weights: Affine) -> Norm:
         return Norm(weights.weight, weights.bias, self.config.norm_eps, self.config.spec.norm is NormKind.LAYER)

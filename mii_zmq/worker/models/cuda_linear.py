@@ -203,10 +203,16 @@ class FusedLinear:
         else:
             torch.addmm(self._bias, x, self._transposed, out=target)
         if self._activation is not None:
-            activation_kernel[(num_tokens, triton.cdiv(self._num_out, ACTIVATION_TILE))](
-                target, out, I=self._num_out, TILE=ACTIVATION_TILE, GATED=self._gated,
-                KIND=ACTIVATION_NUMBERS[self._activation], PDL=self._pdl, num_warps=4, **launch_options(self._pdl),
-            )  # fmt: skip
+            run_activation(target, out, self._activation, self._gated, self._pdl)
+
+
+def run_activation(x: Tensor, out: Tensor, name: str, gated: bool, pdl: bool) -> None:
+    """activation(x), times the second half of x if `gated`, into `out`."""
+    num_tokens, width = out.shape
+    activation_kernel[(num_tokens, triton.cdiv(width, ACTIVATION_TILE))](
+        x, out, I=width, TILE=ACTIVATION_TILE, GATED=gated, KIND=ACTIVATION_NUMBERS[name], PDL=pdl, num_warps=4,
+        **launch_options(pdl),
+    )  # fmt: skip
 
 
 def padded_tokens(num_tokens: int) -> int:

@@ -26,7 +26,7 @@ from mii_zmq.supervisor import Supervisor
 from mii_zmq.telemetry import setup_logging
 
 PROGRAM = "python -m mii_zmq"
-FIRST_PROMPT = "DeepSpeed is"
+FIRST_PROMPT = "The capital of France is"
 FIRST_TOKENS = 32
 MODEL_HELP = "local directory or hub id of a Hugging Face checkpoint, or 'demo' (SmolLM2-135M, fetched once)"
 
@@ -150,7 +150,7 @@ class _Console:
             return
         self._progress.close()
         url = f"{facts['rest_url']}/mii/{self._launch.deployment}"
-        body = json.dumps({"prompts": [FIRST_PROMPT], "max_new_tokens": FIRST_TOKENS})
+        body = json.dumps({"prompts": [FIRST_PROMPT], "max_new_tokens": FIRST_TOKENS, "do_sample": False})
         curl = f"curl -s {shlex.quote(url)} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
         name = self._launch.deployment
         lines = [

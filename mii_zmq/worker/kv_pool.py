@@ -3,8 +3,8 @@
 
 The slab belongs to the array module that is injected (NumPy on a CPU, CuPy and its memory pool on a GPU); torch sees
 the same memory without a copy. bfloat16 is stored as raw uint16 and viewed, since NumPy has no such type. Layers come
-first because attention reads one layer at a time, whose blocks then lie close together; mixed workloads on an H200 gained
-by it (BENCHMARKS.md). Knows nothing of who owns a block: the scheduler's block manager does.
+first because attention reads one layer at a time, whose blocks then lie close together; mixed workloads on an H200
+gained by it (BENCHMARKS.md). Knows nothing of who owns a block: the scheduler's block manager does.
 """
 
 from __future__ import annotations

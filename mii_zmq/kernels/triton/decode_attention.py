@@ -32,7 +32,7 @@ def decode_attention_kernel(
     out_stride,
     table_stride,
     block_stride,  # elements between blocks of the pool
-    layer_offset,  # element offset of this layer's K inside a block
+    layer_offset,  # elements from the start of the pool to the keys of the layer's block 0
     v_offset,  # elements from a K tile to its V tile
     scale_log2,  # softmax scale * log2(e)
     softcap,  # unused unless HAS_SOFTCAP

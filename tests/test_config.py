@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,15 @@ def test_the_cache_directory_can_be_chosen(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("MII_ZMQ_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert config.cache_dir() == tmp_path / "mii_zmq"
+
+
+@pytest.mark.parametrize(
+    ("variable", "directory"), [("MII_ZMQ_CACHE_DIR", config.cache_dir), ("MII_ZMQ_RUN_DIR", config.run_dir)]
+)
+def test_a_directory_that_cannot_be_made_is_a_clear_error(
+    variable: str, directory: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(variable, str(tmp_path / "file" / "below"))
+    with pytest.raises(ConfigError, match=variable):
+        directory()

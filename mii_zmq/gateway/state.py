@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from mii_zmq.errors import BrokerUnavailable, Draining
+from mii_zmq.errors import Draining
 from mii_zmq.gateway.broker_status import BrokerStatus
 from mii_zmq.gateway.metrics import Metrics
 
@@ -57,13 +57,10 @@ class Gateway:
         """Around a handler that generates: such requests are counted, refused while draining, and waited for.
 
         Raises:
-            BrokerUnavailable: no broker is connected.
             Draining: the gateway is going down, or went down before this request was finished.
         """
         if self.is_draining:
             raise Draining("the gateway is shutting down; send the request again", retry_after_ms=1000)
-        if not self.client.is_connected:
-            raise BrokerUnavailable("the gateway has no connection to a broker", retry_after_ms=1000)
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)

@@ -127,6 +127,8 @@ class FakeClient:
         deadline_s: float | None = None,
     ) -> FakeGeneration:
         assert body.params.get("n", 1) == 1
+        if not self.is_connected:
+            raise BrokerUnavailable("no broker answers; is it running?", retry_after_ms=1000)
         generation = FakeGeneration(deployment, body, stream, priority)
         self.sent.append(generation)
         self._new.put_nowait(generation)

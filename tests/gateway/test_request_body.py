@@ -69,3 +69,10 @@ def test_hostile_megabytes_take_no_time(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         rest.parse(split_fields(body))
     assert time.process_time() - start < 0.1
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"b":'])
+def test_nesting_names_the_field_whatever_the_brackets(opening: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="zz is nested too deeply") as caught:
+        split_fields(b'{"prompts":"a","zz":' + opening * 100_000)
+    assert caught.value.param == "zz"

@@ -89,3 +89,9 @@ def test_malformed_resume_frames(raw: tuple[bytes, ...]) -> None:
 
 def test_empty_resume_frame_means_nothing_to_resume() -> None:
     assert prepare({"prompt": "a"}, b"").sequence.resumed_token_ids == []
+
+
+def test_more_resumed_tokens_than_asked_for_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="resume holds 3") as caught:
+        prepare({"prompt": "ab", "params": {"max_new_tokens": 2}}, ids_to_bytes([5, 6, 7]))
+    assert caught.value.param == "resume"

@@ -111,6 +111,7 @@ class Stage:
 
     worker: Child
     broker: ScriptedBroker
+    context: Any
     ready: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -124,6 +125,11 @@ class Stage:
 
     def terminate(self) -> None:
         self.worker.process.send_signal(signal.SIGTERM)
+
+    def end_broker(self) -> None:
+        """Close the broker and wait until its port is free: a socket's own close ends in zmq's thread, later."""
+        self.broker.close()
+        transport.close_context(self.context)
 
 
 @contextlib.contextmanager
@@ -153,6 +159,6 @@ async def staged(model: str = "fake:", *arguments: str) -> AsyncIterator[Stage]:
             options = (f"--model={model}", "--deployment=d", f"--brokers={broker.endpoint}", "--group=g", *arguments)
             with worker_process(*options) as worker:
                 ready = await broker.take(Verb.READY)
-                yield Stage(worker, broker, ready.header)
+                yield Stage(worker, broker, context, ready.header)
         finally:
             broker.close()

@@ -185,7 +185,7 @@ async def test_restarted_broker_finds_a_group_without_leftovers() -> None:
         with open_context() as context:
             stage.broker.generate(1, ignore_eos=True, max_new_tokens=8000)
             await stage.broker.take(Verb.TOKENS)
-            stage.broker.close()
+            stage.end_broker()
             successor = ScriptedBroker(context, stage.broker.endpoint)
             try:
                 ready = await successor.skip_to(Verb.READY)

@@ -5,7 +5,8 @@
     |- StartupError           the process cannot serve: ConfigError, ModelUnsupported, CheckpointError
     |- RequestError           the caller's fault: InvalidRequest, PromptTooLong, UnknownDeployment, RequestTooLarge,
     |                         Overloaded, DeadlineExceeded, Cancelled
-    |- ServiceError           ours, and often worth a retry: NoWorkers, WorkerLost, BrokerUnavailable, Draining
+    |- ServiceError           ours, and often worth a retry: NoWorkers, WorkerLost, BrokerUnavailable, Draining;
+    |                         and PoisonRequest and NumericError, which are not
     |- ProtocolError          a peer broke the wire contract
     |- InternalError          a bug; please report
 
@@ -146,10 +147,26 @@ class NoWorkers(ServiceError):
 
 
 class WorkerLost(ServiceError):
-    """The group serving this request died after tokens had been delivered."""
+    """The group serving this request died, and no other one could take it over."""
 
     code = "worker_lost"
     http_status = 502
+
+
+class PoisonRequest(ServiceError):
+    """Worker groups die of this request, as far as can be told; it is not tried again, and refused for a while."""
+
+    code = "poison_request"
+    http_status = 500
+    retryable = False
+
+
+class NumericError(ServiceError):
+    """The model computed no finite number for this request, also without anything that others had computed."""
+
+    code = "numeric_error"
+    http_status = 500
+    retryable = False
 
 
 class BrokerUnavailable(ServiceError):
@@ -182,7 +199,7 @@ _BY_CODE: dict[str, type[MiiError]] = {
     for cls in (
         ConfigError, ModelUnsupported, CheckpointError, StartupError, InvalidRequest, PromptTooLong,
         UnknownDeployment, RequestTooLarge, Overloaded, DeadlineExceeded, Cancelled, NoWorkers, WorkerLost,
-        BrokerUnavailable, Draining, ServiceError, ProtocolError, InternalError,
+        PoisonRequest, NumericError, BrokerUnavailable, Draining, ServiceError, ProtocolError, InternalError,
     )
 }  # fmt: skip
 

@@ -131,6 +131,8 @@ class GenerateHeader(Header):
     """Set by the broker: a number for the client connection; the worker groups TOKENS rows by it."""
     attempt: int = 0
     """Set by the broker: how many groups had this request before."""
+    first_seq: int = 0
+    """Set by the broker: `seq` of the first row, so that a stream that changes groups is one sequence of rows."""
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -254,7 +256,7 @@ class TokenRow(NamedTuple):
 
     request_id: bytes
     seq: int
-    """0, 1, 2 ... per request."""
+    """Per request, without holes, from `first_seq` of GENERATE."""
     token_offset: int
     """Output tokens before this row."""
     num_tokens: int

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from mii_zmq.client import AsyncClient, BackgroundLoop, Generation, fan_out
 from mii_zmq.errors import (
     BrokerUnavailable,
     Cancelled,
+    Draining,
     InternalError,
     InvalidRequest,
     Overloaded,
@@ -26,28 +26,35 @@ from mii_zmq.errors import (
 from mii_zmq.protocol import FinalBody, GenerateBody, GenerateHeader, Message, TokenDelta, TokenRows, Verb, Welcome
 from mii_zmq.sampling_params import SamplingParams
 
+PATIENCE_S = 30
+
 
 class ScriptedBroker:
     """Answers HELLO and HEARTBEAT; everything else waits in `inbox` for the test."""
 
-    def __init__(self, endpoint: str, epoch: bytes = b"e" * 16, heartbeat_ms: int = 50) -> None:
+    def __init__(self, endpoint: str, epoch: bytes = b"e" * 16, liveness: int = 600) -> None:
+        """A client looks out for it every 50 ms; `liveness` is small only where its silence is the subject."""
         self.context = transport.make_context()
         socket, self.endpoint = transport.bind_router(self.context, endpoint)
         self.socket = transport.AsyncSocket(socket, self._on_frames)
         self.inbox: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue()
         self.epoch = epoch
-        self.heartbeat_ms = heartbeat_ms
+        self.liveness = liveness
         self.is_mute = False
+        self.num_goodbyes = 0
 
     def _on_frames(self, frames: list[bytes]) -> None:
         peer, message = frames[0], protocol.decode(frames[1:])
         if self.is_mute:
             return
+        if message.verb is Verb.DISCONNECT:
+            self.num_goodbyes += 1
+            return
         if message.verb is Verb.HELLO:
             welcome = Welcome(
                 epoch=self.epoch,
-                heartbeat_ms=self.heartbeat_ms,
-                liveness=4,
+                heartbeat_ms=50,
+                liveness=self.liveness,
                 max_body_bytes=protocol.MAX_BODY_BYTES,
                 deployments=["m"],
                 capabilities=[],
@@ -62,7 +69,7 @@ class ScriptedBroker:
         self.socket.send([peer, *frames])
 
     async def next(self, verb: Verb) -> tuple[bytes, Message]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             peer, message = await self.inbox.get()
         assert message.verb is verb
         return peer, message
@@ -90,8 +97,9 @@ def final(request_id: bytes, length: int, text: str | None = None, ids: bytes = 
 
 
 @pytest.fixture
-async def broker(tmp_path: Path) -> AsyncIterator[ScriptedBroker]:
-    broker = ScriptedBroker("tcp://127.0.0.1:0")
+async def broker(request: pytest.FixtureRequest) -> AsyncIterator[ScriptedBroker]:
+    """Parametrized indirectly: its keyword arguments."""
+    broker = ScriptedBroker("tcp://127.0.0.1:0", **getattr(request, "param", {}))
     yield broker
     broker.close()
 
@@ -99,7 +107,7 @@ async def broker(tmp_path: Path) -> AsyncIterator[ScriptedBroker]:
 @pytest.fixture
 async def client(broker: ScriptedBroker) -> AsyncIterator[AsyncClient]:
     client = AsyncClient([broker.endpoint], name="test")
-    await client.connect(5)
+    await client.connect(PATIENCE_S)
     yield client
     await client.close()
 
@@ -191,14 +199,15 @@ async def test_request_is_sent_again_to_a_restarted_broker(broker: ScriptedBroke
         successor.close()
 
 
+@pytest.mark.parametrize("broker", [{"liveness": 4}], indirect=True, ids=["watched closely"])
 async def test_requests_wait_for_a_broker_that_is_away(broker: ScriptedBroker, client: AsyncClient) -> None:
     broker.is_mute = True
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await _until(lambda: not client.is_connected)
     generation = start(client)
     with pytest.raises(BrokerUnavailable):
         await client.status()
-    broker.is_mute = False
+    broker.is_mute, broker.liveness = False, 600
     peer, message = await broker.next(Verb.GENERATE)
     assert message.request_id == generation.request_id
     broker.send(peer, tokens(delta(message.request_id, 0, [7], "a", "length")))
@@ -216,6 +225,121 @@ async def test_a_given_up_connection_sends_its_requests_again(broker: ScriptedBr
     broker.send(peer, tokens(delta(message.request_id, 1, [8], "b", "length")))
     broker.send(peer, final(message.request_id, 2))
     assert (await generation.result()).text == "ab"
+
+
+@pytest.fixture
+async def second() -> AsyncIterator[ScriptedBroker]:
+    broker = ScriptedBroker("tcp://127.0.0.1:0", epoch=b"2" * 16)
+    yield broker
+    broker.close()
+
+
+@pytest.fixture
+async def client_of_two(broker: ScriptedBroker, second: ScriptedBroker) -> AsyncIterator[AsyncClient]:
+    client = AsyncClient([broker.endpoint, second.endpoint], name="test")
+    client.start()
+    async with asyncio.timeout(PATIENCE_S):
+        await _until(lambda: all(link.is_up for link in client._links))
+    yield client
+    await client.close()
+
+
+class TestSeveralBrokers:
+    async def test_stream_goes_on_with_the_next_broker(
+        self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
+    ) -> None:
+        generation = start(client_of_two)
+        peer, message = await broker.next(Verb.GENERATE)
+        broker.send(peer, tokens(delta(message.request_id, 0, [7, 8], "ab")))
+        assert len(await anext(generation)) == 1
+        broker.close()
+        peer, message = await second.next(Verb.GENERATE)
+        assert message.request_id == generation.request_id
+        assert list(message.raw) == [(7).to_bytes(4, "little") + (8).to_bytes(4, "little")]
+        second.send(peer, tokens(delta(message.request_id, 2, [9], "c", "length")))
+        second.send(peer, final(message.request_id, 3))
+        assert (await generation.result()).token_ids == [7, 8, 9]
+        assert client_of_two.is_connected
+
+    async def test_final_that_was_lost_comes_from_the_next_broker_once(
+        self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
+    ) -> None:
+        generation = start(client_of_two)
+        peer, message = await broker.next(Verb.GENERATE)
+        broker.send(peer, tokens(delta(message.request_id, 0, [7], "a", "length")))
+        first = await anext(generation)
+        broker.close()
+        peer, message = await second.next(Verb.GENERATE)
+        second.send(peer, tokens(delta(message.request_id, 1, [], "", "length")))
+        second.send(peer, final(message.request_id, 1))
+        rest = await generation.result()
+        assert ([d.finish_reason for d in first], rest.text, rest.token_ids) == (["length"], "", [7])
+
+    @pytest.mark.parametrize("broker", [{"liveness": 4}], indirect=True, ids=["watched closely"])
+    async def test_broker_that_was_silent_hears_first_that_its_requests_are_gone(
+        self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
+    ) -> None:
+        generation = start(client_of_two)
+        first_peer, _ = await broker.next(Verb.GENERATE)
+        broker.is_mute = True
+        peer, message = await second.next(Verb.GENERATE)
+        broker.liveness, broker.is_mute = 600, False
+        async with asyncio.timeout(PATIENCE_S):
+            await _until(lambda: all(link.is_up for link in client_of_two._links))
+        assert broker.num_goodbyes
+        # What it still has of them is nobody's.
+        broker.send(first_peer, tokens(delta(message.request_id, 0, [66], "x")))
+        broker.send(first_peer, protocol.encode(Verb.ERROR, message.request_id, Cancelled("gone").to_wire()))
+        # A broker that is back is used again.
+        later = start(client_of_two)
+        assert (await broker.next(Verb.GENERATE))[1].request_id == later.request_id
+        second.send(peer, tokens(delta(message.request_id, 0, [7], "a", "length")))
+        second.send(peer, final(message.request_id, 1))
+        assert (await generation.result()).token_ids == [7]
+
+    async def test_broker_that_shuts_down_hands_over(
+        self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
+    ) -> None:
+        generation = start(client_of_two)
+        peer, message = await broker.next(Verb.GENERATE)
+        broker.send(peer, protocol.encode(Verb.ERROR, message.request_id, Draining("bye").to_wire()))
+        assert (await second.next(Verb.GENERATE))[1].request_id == generation.request_id
+        # It still answers, but takes nothing new.
+        later = start(client_of_two)
+        assert (await second.next(Verb.GENERATE))[1].request_id == later.request_id
+
+    async def test_request_waits_while_both_are_away(
+        self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
+    ) -> None:
+        generation = start(client_of_two)
+        await broker.next(Verb.GENERATE)
+        broker.close()
+        await second.next(Verb.GENERATE)
+        second.close()
+        successor = ScriptedBroker(broker.endpoint, epoch=b"f" * 16)
+        try:
+            _, message = await successor.next(Verb.GENERATE)
+            assert message.request_id == generation.request_id
+        finally:
+            successor.close()
+
+    async def test_deadline_that_is_sent_again_is_what_is_left(
+        self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
+    ) -> None:
+        client_of_two.generate("m", GenerateBody(prompt="hi"), stream=True, deadline_s=60)
+        _, message = await broker.next(Verb.GENERATE)
+        sent_first = message.header["deadline_ms"]
+        broker.close()
+        _, message = await second.next(Verb.GENERATE)
+        assert 0 < message.header["deadline_ms"] < sent_first
+
+
+async def test_draining_broker_without_another_one_is_an_error(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = start(client)
+    peer, message = await broker.next(Verb.GENERATE)
+    broker.send(peer, protocol.encode(Verb.ERROR, message.request_id, Draining("bye").to_wire()))
+    with pytest.raises(Draining):
+        await generation.result()
 
 
 async def test_no_broker_at_all() -> None:
@@ -236,7 +360,7 @@ async def test_lone_surrogate_is_refused_here(broker: ScriptedBroker, client: As
 
 
 async def test_status(broker: ScriptedBroker, client: AsyncClient) -> None:
-    asked = asyncio.ensure_future(client.status())
+    asked = asyncio.ensure_future(client.status(PATIENCE_S))
     peer, message = await broker.next(Verb.STATUS)
     broker.send(peer, protocol.encode(Verb.STATUS, message.request_id, body={"uptime_s": 1}))
     assert await asked == {"uptime_s": 1}
@@ -280,9 +404,9 @@ def test_closing_a_background_loop_frees_those_who_wait() -> None:
 
     thread = threading.Thread(target=call)
     thread.start()
-    assert waiting.wait(5)
+    assert waiting.wait(PATIENCE_S)
     loop.close()
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     with pytest.raises(ServiceError, match="closed"):
         loop.run(wait_for_ever())

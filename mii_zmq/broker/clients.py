@@ -15,7 +15,16 @@ from typing import Any
 from mii_zmq.broker.liveness import Liveness
 from mii_zmq.broker.records import Address, Client, Deployment, ToClient
 from mii_zmq.broker.requests import Requests
-from mii_zmq.errors import Cancelled, Draining, InvalidRequest, MiiError, NoWorkers, ProtocolError, UnknownDeployment
+from mii_zmq.errors import (
+    Cancelled,
+    Draining,
+    InvalidRequest,
+    MiiError,
+    NoWorkers,
+    PoisonRequest,
+    ProtocolError,
+    UnknownDeployment,
+)
 from mii_zmq.protocol import (
     MAX_BODY_BYTES,
     NO_ID,
@@ -148,12 +157,20 @@ class Clients:
         if self.is_draining:
             raise Draining("the broker is shutting down; send the request to another one", retry_after_ms=1000)
         deployment = self._requests.deployments.get(header.deployment) or self._expect(header, now)
+        self._check_quarantine(header.deployment, message.body, now)
         self._requests.check_room(client, deployment, len(message.body) + sum(map(len, message.raw)), now)
         earlier = self._requests.by_id.get(message.request_id)
         if earlier is not None:
             # Ids are random, so this is the same client on a new connection.
             self._requests.cancel([earlier], Cancelled("another connection sent this request again"), now)
         self._requests.accept(client, deployment, header, message, now)
+
+    def _check_quarantine(self, deployment: str, body: bytes, now: float) -> None:
+        try:
+            self._requests.quarantine.check(deployment, body, now)
+        except PoisonRequest:
+            self._requests.counters.poison_refusals += 1
+            raise
 
     def _expect(self, header: GenerateHeader, now: float) -> Deployment:
         """A deployment that no worker has registered for: one to wait for, if the client has seen it and the broker has

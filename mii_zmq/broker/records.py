@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mii_zmq.broker.routing import WaitingQueue
 from mii_zmq.protocol import Load
+from mii_zmq.resume import Delivered
 
 Address = tuple[bytes, ...]
 
@@ -87,10 +88,14 @@ class Group:
     """What the last heartbeat reported beyond that: another broker's requests, or estimates that were too low."""
     last_picked: int = 0
     last_asked: float = 0.0
+    suspects: set[Request] = field(default_factory=set)
+    """Requests here that were part of a crash and have not got beyond it yet."""
+    held_for: Request | None = None
+    """Nobody but this suspect may be sent here; it waits for the rest to finish, or runs."""
 
     @property
     def has_room(self) -> bool:
-        return not self.is_draining and len(self.requests) < self.max_requests
+        return not self.is_draining and self.held_for is None and len(self.requests) < self.max_requests
 
 
 @dataclass(slots=True, eq=False)
@@ -139,14 +144,18 @@ class Request:
     group: Group | None = None
     assigned_at: float = 0.0
     attempt: int = 0
+    """How many groups had it before."""
     next_seq: int = 0
-    token_ids: bytearray = field(default_factory=bytearray)
-    """All ids forwarded so far (int32, little endian): what a continuation elsewhere has to be given."""
-    finish_reason: str = ""
-
-    @property
-    def num_forwarded(self) -> int:
-        return len(self.token_ids) // 4
+    delivered: Delivered = field(default_factory=Delivered)
+    assigned_tokens: int = 0
+    """Output tokens that the client had when the request was given to its group."""
+    crashes: int = 0
+    """Groups that died with it in turn, without its having got on in between."""
+    is_apart: bool = False
+    """It may be what the groups died of: no other suspect is sent where it runs."""
+    suspected_at: float = 0.0
+    longest_run_s: float = 0.0
+    """Of the times that it ran on groups until they died."""
 
 
 @dataclass(slots=True)
@@ -159,6 +168,14 @@ class Counters:
     cancelled: int = 0
     forwarded_tokens: int = 0
     forwarded_messages: int = 0
+    resumes: int = 0
+    """Requests given to another group with output that their clients have."""
+    resumed_tokens: int = 0
+    """Output tokens that these groups were given to replay."""
+    quarantined: int = 0
+    """Requests ended and barred because groups died of them."""
+    poison_refusals: int = 0
+    """Requests refused because they are barred."""
     dropped_rows: int = 0
     """Rows and terminal messages for requests that ended, or that run elsewhere by now."""
     fenced: int = 0

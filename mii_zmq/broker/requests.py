@@ -2,17 +2,19 @@
 """The life of a request in the broker: accepted, waiting, running on a group, retried, ended. Pure: actions come out.
 
 Invariants: an accepted request leaves by exactly one of `finish`, `fail` (or `fail_with`) and `cancel`, which send its
-client, if it is still there, the one terminal message; no group is given more than its `max_requests`; a request whose
-rows were forwarded is never started again.
+client, if it is still there, the one terminal message; no group is given more than its `max_requests`; a request that
+is given to another group goes on behind the rows that were forwarded.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mii_zmq.broker import suspects
 from mii_zmq.broker.records import (
     Action,
     Client,
@@ -24,12 +26,13 @@ from mii_zmq.broker.records import (
     ToClient,
     ToWorker,
 )
-from mii_zmq.broker.routing import choose_group, estimate_tokens, retry_after_ms
-from mii_zmq.errors import DeadlineExceeded, MiiError, NoWorkers, Overloaded, WorkerLost
-from mii_zmq.protocol import NO_ID, GenerateHeader, Message, Verb, encode
+from mii_zmq.broker.routing import estimate_tokens, retry_after_ms
+from mii_zmq.errors import DeadlineExceeded, MiiError, NoWorkers, Overloaded, PoisonRequest, WorkerLost
+from mii_zmq.protocol import MAX_RAW_BYTES, NO_ID, GenerateHeader, Message, Verb, encode
+from mii_zmq.resume import Delivered
 
-RECENTLY_READY_S = 10.0
-"""Requests wait that long for a group after the deployment's last one went away; then they are refused."""
+MAX_GROUPS = 16
+"""Groups that one request is given to in all, whatever became of them."""
 DEADLINE_GRACE_S = 2.0
 """A worker ends its requests at their deadlines; the broker does it that much later, should the worker not."""
 CANCEL_ANSWER_S = 60.0
@@ -37,6 +40,8 @@ CANCEL_ANSWER_S = 60.0
 MAX_HELD_BYTES = 2**30
 """Bodies and raw frames of unfinished requests, all together."""
 _DEADLINE_TEXT = "the request's deadline passed before it finished"
+log = logging.getLogger(__name__)
+
 KNOWN_REASONS = frozenset(("stop", "length", "cancelled", "error"))
 
 
@@ -47,6 +52,9 @@ class Limits:
     max_queued_requests: int
     max_client_requests: int
     max_attempts: int
+    quarantine_s: float
+    group_wait_s: float
+    """Requests wait that long for a group after the deployment's last one went away; then they end."""
     max_held_bytes: int = MAX_HELD_BYTES
 
 
@@ -60,7 +68,9 @@ class Requests:
         self.by_id: dict[bytes, Request] = {}
         self.actions: list[Action] = []
         """Collected here by every part of the state; taken out after each event."""
+        self.quarantine = suspects.Quarantine(limits.quarantine_s)
         self.held_bytes = 0
+        """Bodies, raw frames and forwarded ids of all unfinished requests."""
         self._deadlines: list[tuple[float, int, Request]] = []
         self._num_admitted = 0
         self._num_picked = 0
@@ -69,7 +79,7 @@ class Requests:
 
     def check_room(self, client: Client, deployment: Deployment, num_bytes: int, now: float) -> None:
         """Raises NoWorkers or Overloaded when a new request cannot be accepted."""
-        if not deployment.is_ready and now - deployment.last_ready > RECENTLY_READY_S:
+        if not deployment.is_ready and now - deployment.last_ready > self.limits.group_wait_s:
             raise NoWorkers(
                 f"no worker group of deployment {deployment.name!r} is there; start one, or try again later",
                 retry_after_ms=1000,
@@ -90,7 +100,7 @@ class Requests:
 
     def expect(self, name: str, wait_s: float, now: float) -> Deployment:
         """A deployment that nobody serves yet; its requests wait for `wait_s`, then it is forgotten."""
-        deployment = Deployment(name, last_ready=now + wait_s - RECENTLY_READY_S, was_served=False)
+        deployment = Deployment(name, last_ready=now + wait_s - self.limits.group_wait_s, was_served=False)
         self.deployments[name] = deployment
         return deployment
 
@@ -114,6 +124,7 @@ class Requests:
             accepted_at=now,
             remaining_tokens=estimate_tokens(header.num_tokens, len(message.body), num_resumed),
             num_bytes=num_bytes,
+            delivered=Delivered(message.raw),
             credit=client.credit,
         )
         self.by_id[request.request_id] = request
@@ -143,12 +154,17 @@ class Requests:
             if request.deadline is not None and request.deadline <= now:
                 self._reject(request, DeadlineExceeded(_DEADLINE_TEXT))
                 continue
-            group = choose_group(deployment.groups.values(), request.request_id)
+            if request.crashes > 1 and now - request.suspected_at > suspects.ALONE_WAIT_S:
+                text = "worker groups were lost with this request, and none became free to run it alone"
+                self._reject(request, WorkerLost(text, retry_after_ms=1000))
+                continue
+            group = suspects.choose(deployment, request, now)
             if group is not None:
                 queue.pop()
                 self._assign(request, group, now)
-            elif any(other.has_room for other in deployment.groups.values()):
-                # Only its own id is in the way, still being cancelled where there is room; others may pass.
+            elif request.is_apart or any(other.has_room for other in deployment.groups.values()):
+                # It waits for a group without other suspects, or only its own id is in the way, still being cancelled
+                # where there is room; others may pass.
                 held_back.append(queue.pop())
             else:
                 break
@@ -163,10 +179,22 @@ class Requests:
         group.outstanding_tokens += request.remaining_tokens
         self._num_picked += 1
         group.last_picked = self._num_picked
-        header: dict[str, Any] = {**request.header, "client": request.client.number, "attempt": request.attempt}
+        delivered = request.delivered
+        request.assigned_tokens = delivered.num_tokens
+        if request.crashes:
+            group.suspects.add(request)
+        if delivered.token_ids:
+            self.counters.resumes += 1
+            self.counters.resumed_tokens += delivered.num_tokens
+        header: dict[str, Any] = {
+            **request.header,
+            "client": request.client.number,
+            "attempt": request.attempt,
+            "first_seq": request.next_seq,
+        }
         if request.deadline is not None:
             header["deadline_ms"] = max(1, round((request.deadline - now) * 1000))
-        frames = encode(Verb.GENERATE, request.request_id, header, request.body, request.raw)
+        frames = encode(Verb.GENERATE, request.request_id, header, request.body, delivered.resume_frames())
         self.actions.append(ToWorker(group.address, frames))
 
     # Ways out.
@@ -185,7 +213,7 @@ class Requests:
         self.dispatch(request.deployment, now)
 
     def _reject(self, request: Request, error: MiiError, **overrides: Any) -> None:
-        error.emitted_tokens = request.num_forwarded
+        error.emitted_tokens = request.delivered.num_tokens
         self.fail_with(request, encode(Verb.ERROR, request.request_id, {**error.to_wire(), **overrides}), error.code)
 
     def fail_with(self, request: Request, frames: Sequence[bytes], code: str) -> None:
@@ -221,24 +249,56 @@ class Requests:
             frames = encode(Verb.CANCEL, NO_ID, {"request_ids": list(request_ids)})
         self.actions.append(ToWorker(group.address, frames))
 
-    def lose(self, requests: Iterable[Request], why: str, now: float) -> None:
-        """Their group is gone. Without output they go to another one, else they end; the caller dispatches."""
-        for request in sorted(requests, key=lambda r: r.order):
-            if request.next_seq:
-                self.fail(request, WorkerLost(f"the worker group was lost after output was delivered: {why}"), now)
-            else:
-                self.retry(request, why, now)
+    def lose(self, requests: Iterable[Request], why: str, now: float, *, crashed: bool) -> None:
+        """They run no more where they ran: they go on elsewhere. The caller dispatches.
 
-    def retry(self, request: Request, why: str, now: float, *, counts: bool = True) -> None:
-        """Take a request from its group and queue it again; `counts` is False when the group merely declined it."""
+        When their group `crashed`, one of them may be why; the one that is found out ends here.
+        """
+        lost = sorted(requests, key=lambda r: r.order)
+        culprits, suspected = suspects.judge(lost, self.limits.max_attempts, now) if crashed else ([], [])
+        for request in culprits:
+            self._expel(request, f"a worker group died while it ran this request and no other suspect: {why}", now)
+        for request in lost:
+            if request.state is RequestState.FINISHED:
+                continue
+            if request in suspected:
+                text = f"{request.crashes} worker groups in turn died with this request; the last one: {why}"
+                self._release(request)
+                self._reject(request, WorkerLost(text), retryable=False)
+            elif crashed and self.quarantine.holds(request):
+                self._expel(request, "worker groups died of a request like this one", now)
+            else:
+                self.retry(request, why)
+
+    def retry(self, request: Request, why: str, *, counts: bool = True) -> None:
+        """Take a request from its group and queue it again; the caller dispatches.
+
+        `counts` is False when the group merely declined it.
+        """
         self._release(request)
         request.attempt += counts
-        if request.attempt >= self.limits.max_attempts:
-            text = f"{request.attempt} worker groups in turn were lost with this request; the last one: {why}"
-            self.fail(request, WorkerLost(text), now, retryable=False)
+        num_raw_bytes = 4 * request.delivered.num_tokens
+        if request.attempt >= MAX_GROUPS or num_raw_bytes > MAX_RAW_BYTES:
+            reason = f"after {request.attempt} groups" if num_raw_bytes <= MAX_RAW_BYTES else "its output is too long"
+            self._reject(request, WorkerLost(f"the request is not tried again, {reason}; {why}"), retryable=False)
             return
         self.counters.retries += 1
         request.deployment.queue.push(request)
+
+    def _expel(self, request: Request, text: str, now: float) -> None:
+        """End a request that groups die of, and all that are like it."""
+        deployment = request.deployment
+        if not self.quarantine.holds(request):
+            self.quarantine.add(request, now)
+            log.warning("deployment %r: %s", deployment.name, text)
+        self.counters.quarantined += 1
+        self._release(request)
+        self._reject(request, PoisonRequest(text))
+        for other in list(deployment.queue):
+            suspects.clear(other)
+            if self.quarantine.holds(other):
+                self.counters.quarantined += 1
+                self._reject(other, PoisonRequest("worker groups died of a request like this one"))
 
     def _release(self, request: Request) -> None:
         group, request.group = request.group, None
@@ -246,6 +306,7 @@ class Requests:
         if group is not None:
             del group.requests[request.request_id]
             group.outstanding_tokens -= request.remaining_tokens
+            group.suspects.discard(request)
 
     def _end(self, request: Request) -> None:
         if request.state is RequestState.WAITING:
@@ -255,12 +316,13 @@ class Requests:
         request.state = RequestState.FINISHED
         del self.by_id[request.request_id]
         del request.client.requests[request.request_id]
-        self.held_bytes -= request.num_bytes
+        self.held_bytes -= request.num_bytes + len(request.delivered.token_ids)
 
     # The clock.
 
     def tick(self, now: float, elapsed_s: float) -> None:
         self._expire(now)
+        self.quarantine.tick(now)
         for deployment in self.deployments.values():
             rate = deployment.num_finished / elapsed_s if elapsed_s > 0 else 0.0
             share = min(1.0, elapsed_s / 5)
@@ -268,9 +330,11 @@ class Requests:
             deployment.num_finished = 0
             if deployment.is_ready:
                 deployment.last_ready = now
-            elif deployment.queue and now - deployment.last_ready > RECENTLY_READY_S:
+            elif deployment.queue and now - deployment.last_ready > self.limits.group_wait_s:
                 self._refuse_waiting(deployment, now)
             for group in deployment.groups.values():
+                if group.suspects or group.held_for is not None:
+                    suspects.refresh(group, now)
                 for request_id in [i for i, since in group.barred.items() if now - since > CANCEL_ANSWER_S]:
                     del group.barred[request_id]
             self.dispatch(deployment, now)
@@ -280,7 +344,8 @@ class Requests:
     def _refuse_waiting(self, deployment: Deployment, now: float) -> None:
         text = f"no worker group of deployment {deployment.name!r} came back in time"
         for request in sorted(deployment.queue, key=lambda r: r.order):
-            self.fail(request, NoWorkers(text, retry_after_ms=1000), now)
+            cls = WorkerLost if request.attempt else NoWorkers
+            self.fail(request, cls(text, retry_after_ms=1000), now)
 
     def _expire(self, now: float) -> None:
         deadlines = self._deadlines

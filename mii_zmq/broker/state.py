@@ -27,7 +27,15 @@ class BrokerState:
     def __init__(self, config: BrokerConfig, epoch: bytes, now: float) -> None:
         self.epoch = epoch
         self.started_at = now
-        self.requests = Requests(Limits(config.max_queued_requests, config.max_client_requests, config.max_attempts))
+        self.requests = Requests(
+            Limits(
+                config.max_queued_requests,
+                config.max_client_requests,
+                config.max_attempts,
+                config.quarantine_s,
+                config.group_wait_s,
+            )
+        )
         self.liveness = Liveness(config.heartbeat_ms / 1000, config.liveness)
         self.clients = Clients(self.requests, self.liveness, epoch, now, self.status)
         self.workers = Workers(self.requests, self.liveness, epoch)
@@ -106,7 +114,8 @@ class BrokerState:
         in_clients = {i: r for c in self.clients.by_address.values() for i, r in c.requests.items()}
         assert in_clients == requests.by_id == {**in_groups, **waiting}
         assert len(in_groups) + len(waiting) == len(requests.by_id)
-        assert requests.held_bytes == sum(r.num_bytes for r in requests.by_id.values())
+        held = [r.num_bytes + len(r.delivered.token_ids) for r in requests.by_id.values()]
+        assert requests.held_bytes == sum(held)
         for request in requests.by_id.values():
             assert (request.state is RequestState.RUNNING) == (request.group is not None)
         for deployment in requests.deployments.values():
@@ -116,6 +125,9 @@ class BrokerState:
             assert group.deployment.groups[group.name] is group
             assert group.outstanding_tokens == sum(r.remaining_tokens for r in group.requests.values())
             assert not group.barred.keys() & group.requests.keys()
+            assert group.suspects <= {*group.requests.values()}
+            if group.held_for is not None and group.held_for.group is group and group.held_for.is_apart:
+                assert len(group.requests) == 1
 
     def take_actions(self) -> list[Action]:
         """What is to be sent and was not returned yet (after an event that raised)."""

@@ -28,6 +28,7 @@ def make_status(state: BrokerState, now: float) -> dict[str, Any]:
         "num_unfinished": state.num_unfinished,
         "num_waiting": sum(len(deployment.queue) for deployment in requests.deployments.values()),
         "held_bytes": requests.held_bytes,
+        "num_quarantined": len(requests.quarantine),
         "deployments": {name: _deployment(d, now) for name, d in requests.deployments.items()},
         "counters": {**counters, "finished": dict(counters["finished"]), "errors": dict(counters["errors"])},
     }

@@ -3,7 +3,7 @@
 
 A message whose rows are all current and belong to one client that takes batches goes out as it came, its frames
 untouched. Otherwise the rows that count are sent on, one message each for a plain client. All rows are checked before
-the first one has any effect.
+the first one has any effect. A request with a hole in its rows goes on elsewhere, from what was forwarded.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from mii_zmq.broker.records import Client, Group, Request, ToClient
 from mii_zmq.broker.requests import Requests
-from mii_zmq.errors import WorkerLost
 from mii_zmq.protocol import Message, TokenDelta, TokenRows, iterate_tokens
+from mii_zmq.resume import HOLE, NEXT
 
 
 def forward_tokens(requests: Requests, group: Group, message: Message, frames: Sequence[bytes], now: float) -> None:
@@ -27,14 +27,23 @@ def forward_tokens(requests: Requests, group: Group, message: Message, frames: S
         request = running.get(delta.request_id)
         if request is None or not request.stream or delta.seq < request.next_seq or delta.request_id in gaps:
             continue
-        if delta.seq > request.next_seq:
+        place = HOLE
+        if delta.seq == request.next_seq:
+            place = request.delivered.take(delta.token_offset, delta.token_ids, delta.finish_reason)
+        if place is NEXT:
+            request.next_seq += 1
+            request.credit -= 1
+            num_tokens = min(len(delta.token_ids) // 4, request.remaining_tokens)
+            request.remaining_tokens -= num_tokens
+            group.outstanding_tokens -= num_tokens
+            current.append((request, delta))
+        elif place is HOLE:
             gaps[delta.request_id] = request
-            continue
-        _account(request, group, delta)
-        current.append((request, delta))
     counters.dropped_rows += len(deltas) - len(current)
     if current:
-        counters.forwarded_tokens += sum(len(delta.token_ids) for _, delta in current) // 4
+        num_bytes = sum(len(delta.token_ids) for _, delta in current)
+        counters.forwarded_tokens += num_bytes // 4
+        requests.held_bytes += num_bytes
         client = current[0][0].client
         if client.batch and len(current) == len(deltas) and all(request.client is client for request, _ in current):
             counters.forwarded_messages += 1
@@ -43,18 +52,9 @@ def forward_tokens(requests: Requests, group: Group, message: Message, frames: S
             _split(requests, current)
     for request in gaps.values():
         requests.cancel_at(group, [request.request_id], now)
-        requests.fail(request, WorkerLost("a part of the output was lost between worker and broker"), now)
-
-
-def _account(request: Request, group: Group, delta: TokenDelta) -> None:
-    request.next_seq += 1
-    request.credit -= 1
-    request.token_ids += delta.token_ids
-    num_tokens = min(len(delta.token_ids) // 4, request.remaining_tokens)
-    request.remaining_tokens -= num_tokens
-    group.outstanding_tokens -= num_tokens
-    if delta.finish_reason is not None:
-        request.finish_reason = delta.finish_reason
+        requests.retry(request, "a part of its output was lost between worker and broker")
+    if gaps:
+        requests.dispatch(group.deployment, now)
 
 
 def _split(requests: Requests, current: list[tuple[Request, TokenDelta]]) -> None:

@@ -69,7 +69,10 @@ class Workers:
             if message.verb is Verb.READY:
                 self._on_ready(address, parse_header(message, Ready), now)
             elif message.verb is Verb.DISCONNECT:
-                self._lose(group, "it said goodbye", now)
+                # Only a group that drains leaves of its own will; any other one has lost its engine.
+                crashed = group is not None and not group.is_draining
+                reason = parse_header(message, Disconnect).reason[:200]
+                self._lose(group, f"it said goodbye: {reason}", now, crashed=crashed)
             elif group is None:
                 self._fence(address, now)
             else:
@@ -117,7 +120,7 @@ class Workers:
             return
         here = self.by_address.get(address)
         if here is not None and not _is_same(here, ready):
-            self._lose(here, "it registered as another group", now)
+            self._lose(here, "it registered as another group", now, crashed=False)
         other = next((g for g in self.by_address.values() if g.name == ready.group), None)
         if other is not None and other.incarnation != ready.incarnation:
             # Finds out at once when the other one's connection is gone; the newcomer's next READY then succeeds.
@@ -125,7 +128,7 @@ class Workers:
             self._disconnect(address, f"duplicate: a group named {ready.group!r} is alive; choose another name or wait")
             return
         if other is not None and not _is_same(other, ready):
-            self._lose(other, "it registered for another deployment", now)
+            self._lose(other, "it registered for another deployment", now, crashed=False)
             other = None
         if other is None:
             group, lost = self._register(address, ready, now), []
@@ -140,7 +143,7 @@ class Workers:
         leftovers = [request_id for request_id in ready.in_flight if request_id not in group.requests]
         if leftovers:
             self._requests.cancel_at(group, leftovers, now)
-        self._requests.lose(lost, "its connection broke", now)
+        self._requests.lose(lost, "the group's connection broke", now, crashed=False)
         self._requests.dispatch(group.deployment, now)
 
     def _register(self, address: Address, ready: Ready, now: float) -> Group:
@@ -187,7 +190,7 @@ class Workers:
             if request_id not in running and (is_new or request.next_seq or now - request.assigned_at > CROSSING_S)
         ]
 
-    def _lose(self, group: Group | None, why: str, now: float) -> None:
+    def _lose(self, group: Group | None, why: str, now: float, *, crashed: bool = True) -> None:
         if group is None:
             return
         deployment = group.deployment
@@ -203,7 +206,7 @@ class Workers:
             )  # fmt: skip
         else:
             log.info("group %r of deployment %r left", group.name, deployment.name)
-        self._requests.lose(list(group.requests.values()), why, now)
+        self._requests.lose(list(group.requests.values()), why, now, crashed=crashed)
         self._requests.dispatch(deployment, now)
 
     def _fence(self, address: Address, now: float) -> None:
@@ -253,7 +256,7 @@ class Workers:
         if request is None:
             self._drop(group, message, now)
             return
-        reason = parse_header(message, FinalHeader).finish_reason or request.finish_reason
+        reason = parse_header(message, FinalHeader).finish_reason or request.delivered.finish_reason or ""
         self._requests.finish(request, frames, reason, now)
 
     def _on_error(self, group: Group, message: Message, frames: Sequence[bytes], now: float) -> None:
@@ -263,15 +266,15 @@ class Workers:
             log.warning("group %r reports: %s", group.name, error.message[:500])
         elif request is None:
             self._drop(group, message, now)
-        elif error.code == Draining.code and not request.next_seq:
+        elif error.code == Draining.code:
             # Sent before the group's DRAIN was heard here; nothing of it ran.
             self._drain(group, now)
-            self._requests.retry(request, "it is draining", now, counts=False)
+            self._requests.retry(request, "it is draining", counts=False)
             self._requests.dispatch(group.deployment, now)
-        elif error.code == WorkerLost.code and not request.next_seq:
-            # The group's engine died; its restart is a new incarnation.
+        elif error.code == WorkerLost.code:
+            # The group's engine takes nothing; its restart is a new incarnation.
             group.barred[request.request_id] = now
-            self._requests.retry(request, "its engine died", now)
+            self._requests.retry(request, "the group's engine took no requests")
             self._requests.dispatch(group.deployment, now)
         else:
             self._requests.fail_with(request, frames, error.code)

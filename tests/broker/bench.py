@@ -26,8 +26,6 @@ from mii_zmq.protocol import (
     iterate_tokens,
 )
 
-BODY = {"prompt": "x"}
-
 
 def address(name: str) -> Address:
     return (name.encode(),)
@@ -37,10 +35,16 @@ def request_id(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def row(number: int, seq: int, ids: list[int], text: str = "", reason: str | None = None) -> TokenDelta:
-    """A row whose token offset is its seq (one id per row)."""
-    packed = b"".join(i.to_bytes(4, "little") for i in ids)
-    return TokenDelta(request_id(number), seq, seq, packed, text.encode(), reason)
+def packed(ids: list[int]) -> bytes:
+    return b"".join(i.to_bytes(4, "little") for i in ids)
+
+
+def row(
+    number: int, seq: int, ids: list[int], text: str = "", reason: str | None = None, offset: int | None = None
+) -> TokenDelta:
+    """A row whose token offset is its seq (one id per row), unless it is given."""
+    at = seq if offset is None else offset
+    return TokenDelta(request_id(number), seq, at, packed(ids), text.encode(), reason)
 
 
 class Bench:
@@ -66,8 +70,9 @@ class Bench:
         self.client(name, Verb.HELLO, header={"batch": batch})
 
     def generate(self, name: str | Address, number: int, *, stream: bool = True, raw: Any = (), **header: Any) -> None:
+        body = header.pop("body", {"prompt": f"request {number}"})
         values = GenerateHeader(deployment=header.pop("deployment", "m"), stream=stream, **header)
-        self.client(name, Verb.GENERATE, number, values, body=BODY, raw=raw)
+        self.client(name, Verb.GENERATE, number, values, body=body, raw=raw)
 
     def worker(self, name: str, frames: list[bytes]) -> None:
         self.perform(self.state.worker_message(address(name), decode(frames), frames, self.now))

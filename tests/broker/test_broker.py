@@ -15,7 +15,7 @@ import pytest
 
 from mii_zmq.errors import ConfigError
 from mii_zmq.protocol import NO_ID, TAG, Message, TokenDelta, Verb, decode, encode, iterate_tokens, new_request_id
-from tests.broker.peers import BODY, Site, open_site, request_socket
+from tests.broker.peers import BODY, TIMEOUT_S, Site, open_site, request_socket
 
 pytestmark = pytest.mark.slow
 
@@ -99,23 +99,24 @@ async def test_worker_that_closes_before_the_first_token_loses_nothing(site: Sit
     assert {(await client.wait_for(Verb.FINAL)).request_id for _ in range(2)} == {streamed, whole}
 
 
-async def test_worker_that_falls_silent_is_replaced_and_fenced(site: Site) -> None:
-    first, second, client = site.worker("a"), site.worker("b"), site.client()
-    await first.register()
-    request_id = await client.generate()
-    await first.wait_for(Verb.GENERATE)
-    await second.register()
-    beating = asyncio.create_task(beat(second))
-    try:
-        assert (await second.wait_for(Verb.GENERATE)).request_id == request_id
-        await first.emit(1, row(request_id, 0))
-        await first.wait_for(Verb.DISCONNECT)
-        await first.register(in_flight=[request_id])
-        assert (await first.wait_for(Verb.CANCEL)).request_id == request_id
-        await second.finish(request_id)
-        assert (await client.wait_for(Verb.FINAL)).request_id == request_id
-    finally:
-        beating.cancel()
+async def test_worker_that_falls_silent_is_replaced_and_fenced(tmp_path: Path) -> None:
+    async with open_site(tmp_path, heartbeat_ms=100, liveness=10) as site:
+        first, second, client = site.worker("a"), site.worker("b"), site.client()
+        await first.register()
+        request_id = await client.generate()
+        await first.wait_for(Verb.GENERATE)
+        await second.register()
+        beating = asyncio.create_task(beat(second))
+        try:
+            assert (await second.wait_for(Verb.GENERATE)).request_id == request_id
+            await first.emit(1, row(request_id, 0))
+            await first.wait_for(Verb.DISCONNECT)
+            await first.register(in_flight=[request_id])
+            assert (await first.wait_for(Verb.CANCEL)).request_id == request_id
+            await second.finish(request_id)
+            assert (await client.wait_for(Verb.FINAL)).request_id == request_id
+        finally:
+            beating.cancel()
 
 
 async def beat(worker: Any) -> None:
@@ -141,7 +142,7 @@ async def test_client_that_vanishes_mid_stream_is_cancelled(site: Site) -> None:
 
 async def test_slow_client_is_given_up_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mii_zmq.broker.outbox.MAX_BACKLOG_BYTES", 2**20)
-    async with open_site(tmp_path, heartbeat_ms=1000, liveness=20) as site:
+    async with open_site(tmp_path) as site:
         worker = site.worker()
         await worker.register()
         slow = request_dealer(site)
@@ -243,7 +244,7 @@ async def test_drain_waits_for_what_was_accepted(site: Site) -> None:
     assert (await client.wait_for(Verb.ERROR)).header["code"] == "draining"
     assert not draining.done()
     await worker.finish(request_id)
-    await asyncio.wait_for(draining, 5)
+    await asyncio.wait_for(draining, TIMEOUT_S)
     assert (await client.wait_for(Verb.FINAL)).request_id == request_id
 
 

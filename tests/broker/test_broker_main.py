@@ -21,16 +21,16 @@ def test_start_and_ordered_end(tmp_path: Path) -> None:
         "mii_zmq.broker", ["--client-endpoint=tcp://127.0.0.1:0", f"--worker-endpoint=ipc://{socket_file}"], "broker"
     )
     try:
-        ready = broker.wait_ready(20)
+        ready = broker.wait_ready(60)
         assert ready["client_endpoint"].startswith("tcp://127.0.0.1:")
         assert ready["worker_endpoint"] == f"ipc://{socket_file}"
         taken = spawn("mii_zmq.broker", [f"--client-endpoint={ready['client_endpoint']}"], "second broker")
         with pytest.raises(StartupError, match="cannot listen on"):
-            taken.wait_ready(20)
-        assert taken.process.wait(20) == 1
+            taken.wait_ready(60)
+        assert taken.process.wait(60) == 1
         taken.close()
     finally:
-        assert broker.stop() == 0
+        assert broker.stop(60) == 0
     assert not socket_file.exists()
 
 

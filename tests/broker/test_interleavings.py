@@ -3,8 +3,8 @@
 
 The workers are small models that run what they are told to and answer late; their messages wait in a queue per
 connection and may arrive after the broker has given them up. Whatever happens: every request of a client that is still
-there ends with exactly one terminal message, streams have no hole and no repetition, nothing is sent to a peer that is
-known to be gone, `max_requests` is kept, and in the end the books are empty.
+there ends with exactly one terminal message, streams have every token once and in order, over all groups that worked on
+them, nothing is sent to a peer that is known to be gone, `max_requests` is kept, and in the end the books are empty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mii_zmq.protocol import (
     encode,
     iterate_tokens,
 )
-from tests.broker.bench import Bench, request_id
+from tests.broker.bench import Bench, packed, request_id
 
 DEPLOYMENTS = ("m", "n")
 GROUPS = ("g0", "g1", "g2")
@@ -49,7 +49,7 @@ class ModelWorker:
         self.address: Address = (b"w%d" % number,)
         self.moves = 0
         self.running: dict[bytes, list[int]] = {}
-        """Request id to [client, next seq, stream]."""
+        """Request id to [client, next seq, stream, next token]."""
         self.outbox: deque[list[bytes]] = deque()
         self.is_draining = False
 
@@ -75,7 +75,11 @@ class ModelWorker:
                 self.outbox.append(encode(Verb.ERROR, message.request_id, {"code": "draining", "message": ""}))
             case Verb.GENERATE:
                 header = message.header
-                self.running[message.request_id] = [header["client"], 0, header.get("stream", False)]
+                resumed = list(memoryview(b"".join(message.raw)).cast("i"))
+                assert resumed == list(range(len(resumed)))
+                self.running[message.request_id] = [
+                    header["client"], header["first_seq"], header.get("stream", False), len(resumed)
+                ]  # fmt: skip
             case Verb.CANCEL:
                 for cancelled in message.header.get("request_ids") or [message.request_id]:
                     if self.running.pop(cancelled, None):
@@ -88,8 +92,10 @@ class ModelWorker:
         by_client: dict[int, TokenRows] = defaultdict(TokenRows)
         for running_id, state in self.running.items():
             if state[2]:
-                by_client[state[0]].add(TokenDelta(running_id, state[1], state[1], bytes(4), b"x", None))
+                ids = packed([state[3] + index for index in range(1 + state[1] % 2)])
+                by_client[state[0]].add(TokenDelta(running_id, state[1], state[3], ids, b"x", None))
                 state[1] += 1
+                state[3] += len(ids) // 4
         self.outbox.extend(rows.to_frames(client) for client, rows in by_client.items())
         if self.running and ending is not None:
             ended = list(self.running)[ending % len(self.running)]
@@ -105,7 +111,10 @@ class ModelBench(Bench):
         self.workers: dict[Address, ModelWorker] = {}
         self.terminals: Counter[tuple[Address, bytes]] = Counter()
         self.next_seq: Counter[tuple[Address, bytes]] = Counter()
+        self.num_tokens: Counter[tuple[Address, bytes]] = Counter()
         self.known_dead: set[Address] = set()
+        self.given_up: set[Address] = set()
+        """Clients that missed their heartbeats: what they had asked ended without a word."""
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -124,7 +133,13 @@ class ModelBench(Bench):
                 key = (where, delta.request_id)
                 assert self.terminals[key] == 0
                 assert delta.seq == self.next_seq[key]
+                assert delta.token_offset == self.num_tokens[key]
+                ids = list(memoryview(delta.token_ids).cast("i"))
+                assert ids == list(range(delta.token_offset, delta.token_offset + len(ids)))
                 self.next_seq[key] += 1
+                self.num_tokens[key] += len(ids)
+        elif message.verb is Verb.DISCONNECT:
+            self.given_up.add(where)
         elif message.verb in (Verb.FINAL, Verb.ERROR) and message.header.get("param") != "request_id":
             self.terminals[where, message.request_id] += 1
 
@@ -293,7 +308,7 @@ class Interleavings(RuleBasedStateMachine):
         self.books_balance()
         assert state.num_unfinished == 0
         assert state.requests.held_bytes == 0
-        alive = set(self.clients.values())
+        alive = set(self.clients.values()) - self.bench.given_up
         for where, number in self.asked:
             if where in alive:
                 assert self.bench.terminals[where, request_id(number)] == 1, (where, number)

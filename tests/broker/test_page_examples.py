@@ -48,7 +48,7 @@ async def stream(worker: Worker, words: list[str]) -> None:
 
 @pytest.mark.slow
 async def test_one_shot_client(tmp_path: Path) -> None:
-    async with open_site(tmp_path, liveness=100) as site:
+    async with open_site(tmp_path) as site:
         worker = site.worker()
         await worker.register("my-model")
         code = example("python").replace("tcp://127.0.0.1:50050", site.broker.client_endpoint)
@@ -75,7 +75,7 @@ async def test_node_client(tmp_path: Path) -> None:
     )
     if code:
         pytest.skip(f"npm could not install the packages: {output[-300:]}")
-    async with open_site(tmp_path, liveness=100) as site:
+    async with open_site(tmp_path) as site:
         worker = site.worker()
         await worker.register()
         script = (node, "stream.mjs", site.broker.client_endpoint)

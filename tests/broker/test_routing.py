@@ -33,7 +33,9 @@ def make_request(order: int, priority: int = 0) -> Request:
 )
 @settings(max_examples=60, deadline=None)
 def test_queue_agrees_with_a_sorted_list(steps: list[Any]) -> None:
-    queue, model, left = WaitingQueue(), [], []
+    queue = WaitingQueue()
+    model: list[Request] = []
+    left: list[Request] = []
     for number, step in enumerate(steps):
         if isinstance(step, tuple):
             request = left.pop() if left and number % 3 == 0 else make_request(number, step[1])

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from mii_zmq.broker.requests import RECENTLY_READY_S
 from mii_zmq.protocol import NO_ID, Verb, decode, encode, iterate_tokens, pack
-from tests.broker.bench import Bench, request_id, row
+from tests.broker.bench import Bench, packed, request_id, row
 
 REQ = (b"req", b"")
+GROUP_WAIT_S = 10.0
 
 
 def bench_with(*workers: str, **settings: object) -> Bench:
@@ -49,12 +49,13 @@ class TestOneRequest:
     def test_worker_gets_body_and_raw_frames_untouched_and_header_completed(self) -> None:
         bench = bench_with("w")
         body = b"\xc1 not even msgpack"
-        header = {"deployment": "m", "stream": True, "future_key": [1], "client": 99, "attempt": 5, "deadline_ms": 900}
+        header = {"deployment": "m", "stream": True, "future_key": [1], "client": 99, "attempt": 5, "first_seq": 7}
+        header["deadline_ms"] = 900
         bench.client("c", Verb.GENERATE, 1, header, body=body, raw=(bytes(8), b"x"))
         sent = bench.last("w", Verb.GENERATE)
         assert sent.body == body
         assert sent.raw == [bytes(8), b"x"]
-        assert sent.header == {**header, "client": 1, "attempt": 0, "deadline_ms": 900}
+        assert sent.header == {**header, "client": 1, "attempt": 0, "first_seq": 0, "deadline_ms": 900}
 
     def test_rows_of_a_batching_client_pass_as_they_came(self) -> None:
         bench = bench_with("w")
@@ -85,18 +86,21 @@ class TestOneRequest:
         assert bench.error("c") == header
         assert bench.state.counters.errors == {"context_length_exceeded": 1}
 
-    def test_missing_row_ends_the_request_and_repeated_row_is_dropped(self) -> None:
-        bench = bench_with("w")
+    def test_request_with_a_missing_row_goes_on_elsewhere_and_a_repeated_row_is_dropped(self) -> None:
+        bench = bench_with("w", "v")
         bench.hello("c")
         bench.generate("c", 1)
         bench.tokens("w", row(1, 0, [1]))
         bench.tokens("w", row(1, 0, [1]))
         assert bench.token_ids("c", 1) == [1]
         bench.tokens("w", row(1, 2, [3]))
-        assert bench.error("c")["code"] == "worker_lost"
-        assert bench.error("c")["emitted_tokens"] == 1
         assert bench.verbs("w")[-1] == "CANCEL"
         assert bench.state.counters.dropped_rows == 2
+        again = bench.last("v", Verb.GENERATE)
+        assert (again.raw, again.header["first_seq"], again.header["attempt"]) == ([packed([1])], 1, 1)
+        bench.tokens("w", row(1, 1, [66]))
+        bench.tokens("v", row(1, 1, [2]))
+        assert bench.token_ids("c", 1) == [1, 2]
 
 
 class TestRefusals:
@@ -281,7 +285,7 @@ class TestQueue:
         bench.worker("w", encode(Verb.DISCONNECT))
         bench.generate("c", 1)
         assert bench.verbs("c") == ["ACCEPTED"]
-        bench.advance(RECENTLY_READY_S - 0.5)
+        bench.advance(GROUP_WAIT_S - 0.5)
         bench.generate("c", 2)
         bench.ready("v")
         assert numbers_at(bench, "v") == [1, 2]
@@ -289,7 +293,7 @@ class TestQueue:
         bench.final("v", 2)
         bench.worker("v", encode(Verb.DISCONNECT))
         bench.generate("c", 3)
-        bench.advance(RECENTLY_READY_S + 0.5)
+        bench.advance(GROUP_WAIT_S + 0.5)
         assert bench.error("c")["code"] == "no_workers"
         bench.generate("c", 4)
         assert bench.verbs("c", 4) == ["ERROR"]
@@ -440,7 +444,7 @@ class TestClients:
         assert bench.error("c")["code"] == "cancelled"
         assert "CANCEL" in bench.verbs("w")
         assert numbers_at(bench, "v") == [1]
-        bench.tokens("v", row(1, 0, [2]))
+        bench.tokens("v", row(1, 0, [2], offset=1))
         bench.final("v", 1)
         assert bench.verbs("d", 1) == ["ACCEPTED", "TOKENS", "FINAL"]
 

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's connection to one broker, and the requests that live on it.
+
+A request's tokens arrive as deltas in order, without gap or duplicate (`resume.Delivered`), and it ends exactly once.
+When the broker vanishes and comes back (new epoch), unfinished requests are sent again with the token ids already
+received, so that generation goes on behind them; when it does not come back in time, they end with BrokerUnavailable.
+Which broker a request goes to is its owner's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mii_zmq import protocol, transport
+from mii_zmq.errors import BrokerUnavailable, Cancelled, Draining, MiiError, ProtocolError, from_wire
+from mii_zmq.protocol import FinalBody, GenerateHeader, Hello, Message, TokenDelta, Verb, Welcome
+from mii_zmq.resume import Delivered, Place
+
+HELLO_INTERVAL_S = (0.01, 0.5)
+"""Between two HELLOs to a broker that has not answered: first and longest, doubling."""
+BROKER_GRACE_S = 15.0
+"""How long unfinished requests wait for a vanished broker."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished generation."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_length: int
+    generated_length: int
+    num_cached_tokens: int
+
+
+class Generation:
+    """One request in progress. Iterate for lists of new TokenDeltas, or await `result()`; do one of both, once."""
+
+    __slots__ = (
+        "_deadline",
+        "_delivered",
+        "_deltas",
+        "_done",
+        "_error",
+        "_waiter",
+        "body",
+        "final",
+        "header",
+        "is_sent",
+        "link",
+        "request_id",
+    )
+
+    def __init__(self, link: Link, header: GenerateHeader, body: bytes) -> None:
+        self.link = link
+        """The broker that it is with; another one once that has failed."""
+        self.request_id = protocol.new_request_id()
+        self.header = header
+        self.body = body
+        self.final: FinalBody | None = None
+        self.is_sent = False
+        self._deadline = None if header.deadline_ms is None else time.monotonic() + header.deadline_ms / 1000
+        self._deltas: list[TokenDelta] = []
+        self._delivered = Delivered()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: MiiError | None = None
+        self._done = False
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[TokenDelta]:
+        """Everything that arrived since the last call, at least one delta.
+
+        Raises:
+            MiiError: the request ended with an error; deltas received before come first.
+            StopAsyncIteration: the request ended well; `final` is set.
+        """
+        while not self._deltas:
+            if self._done:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    async def result(self) -> Completion:
+        """Wait for the end. Raises the MiiError with which the request ended."""
+        parts: list[bytes] = []
+        async for deltas in self:
+            parts.extend(delta.text for delta in deltas)
+        final = self.final
+        assert final is not None
+        text = final.text if final.text is not None else b"".join(parts).decode()
+        return Completion(
+            text=text,
+            token_ids=memoryview(bytes(self._delivered.token_ids)).cast("i").tolist(),
+            finish_reason=final.finish_reason,
+            prompt_length=final.prompt_length,
+            generated_length=final.generated_length,
+            num_cached_tokens=final.num_cached_tokens,
+        )
+
+    def cancel(self) -> None:
+        """Stop generating and forget the request; idempotent, and harmless after the end."""
+        if not self._done:
+            self.link.cancel(self)
+            self.fail(Cancelled("the request was cancelled"))
+
+    def to_frames(self) -> list[bytes]:
+        """The GENERATE message, with the token ids received so far as resume."""
+        self.header.seen = self.header.deployment in self.link.seen
+        if self._deadline is not None:
+            self.header.deadline_ms = max(1, int(1000 * (self._deadline - time.monotonic())))
+        raw = self._delivered.resume_frames()
+        return protocol.encode(Verb.GENERATE, self.request_id, self.header, self.body, raw)
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        if self._done:
+            return
+        place = self._delivered.take(delta.token_offset, delta.token_ids, delta.finish_reason)
+        if place is Place.NEXT:
+            self._deltas.append(delta)
+            self._wake()
+        elif place is Place.HOLE:
+            self.cancel()
+            missing = f"{self._delivered.num_tokens} to {delta.token_offset}"
+            self._error = ProtocolError(f"tokens {missing} of the stream are missing")
+
+    def on_final(self, final: FinalBody, token_ids: bytes) -> None:
+        if final.text is not None:
+            self._delivered.token_ids = bytearray(token_ids)
+        self.final = final
+        self._done = True
+        self._wake()
+
+    def fail(self, error: MiiError) -> None:
+        if not self._done:
+            self._error = error
+            self._done = True
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Link:
+    """The connection to one broker: handshake, heartbeats, and the requests that live on it.
+
+    `on_change` is called when the broker has come or gone, and may move requests away (`leave`); `take_over` when the
+    broker, shutting down, does not finish one: whether somebody else does.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        endpoint: str,
+        name: str,
+        seen: set[str],
+        on_change: Callable[[], None],
+        take_over: Callable[[Generation], bool],
+    ) -> None:
+        self.endpoint = endpoint
+        self.up = asyncio.Event()
+        self.seen = seen
+        """Deployments that a broker of the client's was known to serve."""
+        self.is_draining = False
+        """The broker shuts down; it still finishes what it has."""
+        self._on_change = on_change
+        self._take_over = take_over
+        self._owes_goodbye = False
+        """The broker may still work on requests that have been moved away."""
+        self._hello = Hello(name=name, batch=True)
+        self._epoch: bytes | None = None
+        self._heartbeat_s = 0.5
+        self._liveness = 6
+        self._heard = time.monotonic()
+        self._down = asyncio.Event()
+        self._down_since = self._heard
+        self._was_up = False
+        self._generations: dict[bytes, Generation] = {}
+        self._statuses: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
+        self._socket = transport.AsyncSocket(transport.connect_dealer(context, endpoint), self._on_frames)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def is_up(self) -> bool:
+        return self.up.is_set()
+
+    @property
+    def is_expected(self) -> bool:
+        """Down, but not for long enough to be given up."""
+        return self._was_up and not self.is_up and time.monotonic() - self._down_since < BROKER_GRACE_S
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_up and not self.is_draining
+
+    def submit(self, generation: Generation) -> None:
+        """Send now, or with the next WELCOME if the broker is away."""
+        generation.link = self
+        generation.is_sent = False
+        self._generations[generation.request_id] = generation
+        if self.is_up:
+            self._try_send(generation)
+
+    def _try_send(self, generation: Generation) -> None:
+        try:
+            self._socket.send(generation.to_frames())
+            generation.is_sent = True
+        except transport.PeerFull:
+            # Not connected, or a broker that does not read: find out by HELLO, send again after WELCOME.
+            generation.is_sent = False
+            self._set_down()
+
+    def leave(self) -> list[Generation]:
+        """Give all unfinished requests away; should the broker be there after all, it learns of it before any other
+        message."""
+        generations, self._generations = self._generations, {}
+        self._owes_goodbye = self._owes_goodbye or any(generation.is_sent for generation in generations.values())
+        return list(generations.values())
+
+    def _set_down(self) -> None:
+        if not self.is_up:
+            return
+        self._down_since = time.monotonic()
+        self.up.clear()
+        self._down.set()
+        self._on_change()
+
+    def cancel(self, generation: Generation) -> None:
+        if self._generations.pop(generation.request_id, None) is not None:
+            with contextlib.suppress(transport.PeerFull, transport.PeerGone):
+                self._socket.send(protocol.encode(Verb.CANCEL, generation.request_id))
+
+    async def status(self, timeout_s: float) -> dict[str, Any]:
+        request_id = protocol.new_request_id()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._statuses[request_id] = future
+        try:
+            self._socket.send(protocol.encode(Verb.STATUS, request_id))
+            return await asyncio.wait_for(future, timeout_s)
+        except (TimeoutError, transport.PeerFull):
+            raise BrokerUnavailable(f"the broker at {self.endpoint} did not answer in {timeout_s:g} s") from None
+        finally:
+            self._statuses.pop(request_id, None)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        for generation in list(self._generations.values()):
+            generation.cancel()
+        with contextlib.suppress(transport.PeerFull, transport.PeerGone):
+            if self.is_up:
+                self._socket.send(protocol.encode(Verb.DISCONNECT))
+        self.up.clear()
+        self._socket.close()
+
+    async def _run(self) -> None:
+        """Say HELLO until WELCOME comes, then send heartbeats until the broker falls silent; for ever."""
+        while True:
+            interval_s = HELLO_INTERVAL_S[0]
+            while not self.is_up:
+                with contextlib.suppress(transport.PeerFull):
+                    if self._owes_goodbye:
+                        self._socket.send(protocol.encode(Verb.DISCONNECT))
+                    self._socket.send(protocol.encode(Verb.HELLO, header=self._hello))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.up.wait(), interval_s)
+                interval_s = min(2 * interval_s, HELLO_INTERVAL_S[1])
+                if not self.is_up and time.monotonic() - self._down_since > BROKER_GRACE_S:
+                    self._fail_all(BrokerUnavailable(f"the broker at {self.endpoint} is gone", retry_after_ms=1000))
+            while self.is_up:
+                try:
+                    self._socket.send(protocol.encode(Verb.HEARTBEAT))
+                except transport.PeerFull:
+                    self._set_down()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._down.wait(), self._heartbeat_s)
+                if time.monotonic() - self._heard > self._liveness * self._heartbeat_s:
+                    log.warning("the broker at %s has fallen silent", self.endpoint)
+                    self._set_down()
+
+    def _fail_all(self, error: MiiError) -> None:
+        generations, self._generations = self._generations, {}
+        for generation in generations.values():
+            generation.fail(error)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        self._heard = time.monotonic()
+        try:
+            self._on_message(protocol.decode(frames))
+        except MiiError as error:
+            log.warning("a message of the broker was dropped: %s", error)
+
+    def _on_message(self, message: Message) -> None:
+        match message.verb:
+            case Verb.TOKENS:
+                self._on_tokens(message)
+            case Verb.FINAL:
+                generation = self._generations.pop(message.request_id, None)
+                if generation is not None:
+                    self.seen.add(generation.header.deployment)
+                    generation.on_final(protocol.parse_body(message, FinalBody), b"".join(message.raw[:1]))
+            case Verb.ERROR:
+                self._on_error(message)
+            case Verb.WELCOME:
+                self._on_welcome(protocol.parse_header(message, Welcome))
+            case Verb.STATUS:
+                future = self._statuses.get(message.request_id)
+                if future is not None and not future.done():
+                    future.set_result(protocol.unpack_map(message.body, "body"))
+            case Verb.HEARTBEAT:
+                if message.header.get("epoch", self._epoch) != self._epoch:
+                    self._set_down()
+            case Verb.DISCONNECT:
+                self._set_down()
+                self._epoch = None
+            case _:
+                pass
+
+    def _on_tokens(self, message: Message) -> None:
+        for delta in protocol.iterate_tokens(message):
+            generation = self._generations.get(delta.request_id)
+            if generation is not None:
+                generation.on_delta(delta)
+
+    def _on_error(self, message: Message) -> None:
+        error = from_wire(message.header)
+        generation = self._generations.pop(message.request_id, None)
+        if generation is not None:
+            if isinstance(error, Draining):
+                self.is_draining = True
+                if self._take_over(generation):
+                    return
+            generation.fail(error)
+        elif message.request_id == protocol.NO_ID:
+            log.warning("the broker reports: %s", error)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        self._heartbeat_s = welcome.heartbeat_ms / 1000
+        self._liveness = welcome.liveness
+        is_new = welcome.epoch != self._epoch
+        self._epoch = welcome.epoch
+        self.seen.update(welcome.deployments)
+        self._was_up = True
+        self._owes_goodbye = False
+        if is_new:
+            self.is_draining = False
+        self._down.clear()
+        self.up.set()
+        again = [g for g in self._generations.values() if is_new or not g.is_sent]
+        if again:
+            log.warning("the broker at %s is back; sending %d requests again", self.endpoint, len(again))
+        for generation in again:
+            self._try_send(generation)
+        self._on_change()

@@ -14,13 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mii_zmq import qwen_tokenizer
 from mii_zmq.errors import CheckpointError
 
 if TYPE_CHECKING:
     import tokenizers
 
 FAKE_PREFIX = "fake:"
-TOKENIZER_FILES = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+TOKENIZER_FILES = ["*.json", "*.model", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt"]
+NO_TOKENIZER_FILE = "no_tokenizer.txt"
+"""In an imported checkpoint whose vocabulary could not be converted: one line that says why."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_NAMES = ("additional_special_tokens", "extra_special_tokens")
 FAKE_EOS = 256
@@ -132,6 +135,11 @@ def load_tokenizer(path_or_id: str) -> TextTokenizer:
     settings = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
     if (directory / "tokenizer.json").is_file():
         backend = _load_backend(directory / "tokenizer.json")
+    elif (directory / NO_TOKENIZER_FILE).is_file():
+        raise CheckpointError((directory / NO_TOKENIZER_FILE).read_text(encoding="utf-8").strip())
+    elif (directory / qwen_tokenizer.FILE_NAME).is_file():
+        backend = qwen_tokenizer.load_qwen_tokenizer(directory, _byte_level_alphabet())
+        settings = qwen_tokenizer.qwen_settings(settings, _read_json(directory / "generation_config.json"))
     else:
         backend, settings = _convert_with_transformers(directory, settings)
     chat_template = _find_chat_template(directory, settings)

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from mii_zmq.kernels import reference, torch_ops
-from mii_zmq.kernels.layout import AttentionShape, CellMapping, KvLayer, RaggedLayout
+from mii_zmq.kernels.layout import AttentionShape, CellMapping, KvLayer, MoeShape, RaggedLayout
+from mii_zmq.kernels.reference_moe import ReferenceMoe
 from mii_zmq.kernels.torch_attention import TorchAttention
 from mii_zmq.kernels.torch_linear import Linear, LinearFactory
+from mii_zmq.kernels.torch_moe import TorchMoe
 
 __all__ = [
-    "REFERENCE", "Attention", "AttentionShape", "CellMapping", "KvLayer", "Linear", "Norm", "OpTable", "RaggedLayout",
-    "for_device",
+    "REFERENCE", "Attention", "AttentionShape", "CellMapping", "KvLayer", "Linear", "MoeShape", "Norm", "OpTable",
+    "RaggedLayout", "for_device",
 ]  # fmt: skip
 
 Norm = Callable[..., Tensor]
@@ -48,12 +50,14 @@ class OpTable:
     """(weight, bias, eps, width)."""
     attention: Callable[[AttentionShape], Attention]
     rotary_table: Callable[[Tensor, Tensor], Tensor]
-    """(positions [T], inverse frequencies [P]) -> [T, 1, P] complex."""
+    """(positions [T], inverse frequencies [P] or [T, P]) -> [T, 1, P] complex."""
     rotate: Callable[[Tensor, Tensor], None]
     """(heads [T, H, D], rotary table): in place, adjacent pairs."""
     write_kv: Callable[[Tensor, KvLayer, CellMapping], None]
     activations: dict[str, Callable[[Tensor], Tensor]]
     gated: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
+    moe: Callable[[Tensor, Tensor, Tensor, str, MoeShape], Callable[[Tensor], Tensor]]
+    """(router [E, H], up [held, 2 I, H], down [held, H, I], activation, shape) -> op on [T, H]."""
 
 
 REFERENCE = OpTable(
@@ -66,6 +70,7 @@ REFERENCE = OpTable(
     write_kv=reference.write_kv,
     activations=torch_ops.ACTIVATIONS,
     gated=torch_ops.gated,
+    moe=ReferenceMoe,
 )
 
 
@@ -82,4 +87,5 @@ def for_device(device: torch.device) -> OpTable:
         write_kv=torch_ops.write_kv,
         activations=torch_ops.ACTIVATIONS,
         gated=torch_ops.gated,
+        moe=TorchMoe,
     )

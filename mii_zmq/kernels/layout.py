@@ -83,3 +83,18 @@ class AttentionShape:
     tiles_per_block: int
     dtype: torch.dtype
     device: torch.device
+    softcap: float = 0.0
+    """Scores become softcap * tanh(score / softcap); 0: they stay."""
+    alibi_slopes: Tensor | None = None
+    """[Hq] float32: slope * (key position - query position) is added to each scaled score."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Facts of one model's mixture of experts."""
+
+    top_k: int
+    renormalise: bool
+    """The chosen weights are divided by their sum."""
+    first_expert: int
+    """Of those that this rank holds; tokens routed to others contribute nothing here."""

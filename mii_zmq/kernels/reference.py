@@ -93,7 +93,12 @@ class ReferenceAttention:
                     kv_head = head * shape.num_kv_heads // shape.num_heads
                     keys = self._read(layer, plan.layout, row, first, position + 1, 0, kv_head)
                     values = self._read(layer, plan.layout, row, first, position + 1, 1, kv_head)
-                    weights = torch.softmax(keys @ qkv[token, head] * shape.scale, -1)
+                    scores = keys @ qkv[token, head] * shape.scale
+                    if shape.softcap:
+                        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+                    if shape.alibi_slopes is not None:
+                        scores = scores + shape.alibi_slopes[head] * (torch.arange(first, position + 1) - position)
+                    weights = torch.softmax(scores, -1)
                     out[token, head] = weights @ values
         return out.view(qkv.shape[0], -1)
 

@@ -46,7 +46,7 @@ class DecodeGroup:
     target: Tensor
     """[R * Hk, Hq / Hk, D]: this group's part of the output."""
     bias: Tensor | None
-    """[R * Hk, 1, keys]: 0, or -inf where a row has no key."""
+    """[R * Hk, 1 or Hq / Hk, keys]: -inf where a row has no key, else 0 or ALiBi's bias."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ChunkPiece:
     key_begin: int
     key_end: int
     bias: Tensor | None
-    """[queries, keys]; None: plain causal square."""
+    """[queries, keys], with ALiBi [Hq, queries, keys]; None: plain causal square."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class TorchAttention:
         self._scratch = torch.empty(0, dtype=shape.dtype, device=shape.device)
         self._no_bias = torch.zeros(1, 1, 1, dtype=shape.dtype, device=shape.device)
         self._group_size = shape.num_heads // shape.num_kv_heads
+        self._needs_bias = bool(shape.softcap) or shape.alibi_slopes is not None
+        """Whether the plain causal square does not do."""
 
     def plan(self, layout: RaggedLayout, window: int | None) -> AttentionPlan:
         """Index and mask tensors for layers with this window (keys a query sees, itself included; None: all)."""
@@ -129,6 +131,9 @@ class TorchAttention:
         torch.index_select(layer.tiles, 0, group.tile_ids, out=group.gathered)
         # The heads that share a kv head are the query rows of one product, so K and V are read once.
         queries = qkv[group.token_begin : group.token_end, : self._shape.num_heads].reshape(group.target.shape)
+        if self._shape.softcap:
+            group.target.copy_(self._attend_capped(queries, group.keys, group.values, group.bias))
+            return
         if qkv.dtype is torch.float32:
             beta = 0 if group.bias is None else 1
             bias = self._no_bias if group.bias is None else group.bias
@@ -155,6 +160,9 @@ class TorchAttention:
             torch.index_select(layer.tiles, 0, chunk.tile_ids, out=chunk.gathered)
             keys, values = chunk.gathered.view(2, shape.num_kv_heads, -1, shape.head_dim)
         for piece in chunk.pieces:
+            if shape.softcap:
+                self._prompt_capped(qkv, keys, values, piece, out)
+                continue
             attended = torch.nn.functional.scaled_dot_product_attention(
                 qkv[piece.token_begin : piece.token_end, : shape.num_heads].transpose(0, 1).unsqueeze(0),
                 keys[:, piece.key_begin : piece.key_end].unsqueeze(0),
@@ -165,6 +173,32 @@ class TorchAttention:
                 enable_gqa=True,
             )
             out[piece.token_begin : piece.token_end].copy_(attended.squeeze(0).transpose(0, 1))
+
+    def _prompt_capped(self, qkv: Tensor, keys: Tensor, values: Tensor, piece: ChunkPiece, out: Tensor) -> None:
+        shape = self._shape
+        queries = qkv[piece.token_begin : piece.token_end, : shape.num_heads].transpose(0, 1)
+        num_queries = queries.shape[1]
+        bias = piece.bias
+        if bias is not None:
+            # [1 or Hq, queries, keys] in the order of the grouped queries: kv head, head of the group, query.
+            wanted = bias.expand(shape.num_heads, -1, -1)
+            bias = wanted.reshape(shape.num_kv_heads, self._group_size * num_queries, -1)
+        attended = self._attend_capped(
+            queries.reshape(shape.num_kv_heads, self._group_size * num_queries, shape.head_dim),
+            keys[:, piece.key_begin : piece.key_end],
+            values[:, piece.key_begin : piece.key_end],
+            bias,
+        )
+        out[piece.token_begin : piece.token_end] = attended.view(queries.shape).transpose(0, 1)
+
+    def _attend_capped(self, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+        """[B, queries, D], [B, keys, D] twice, [B, 1 or queries, keys] -> [B, queries, D], with soft-capped scores."""
+        cap = self._shape.softcap
+        scores = torch.bmm(queries, keys.transpose(1, 2)).float()
+        scores = scores.mul_(self._shape.scale / cap).tanh_().mul_(cap)
+        if bias is not None:
+            scores.add_(bias)
+        return torch.bmm(torch.softmax(scores, -1).to(values.dtype), values)
 
     def _gather_buffer(self, tile_ids: Tensor, block_size: int) -> Tensor:
         """Room for these tiles; all groups and chunks use the same memory, one after the other."""
@@ -212,18 +246,15 @@ class TorchAttention:
         num_keys = num_blocks * block_size
         lengths = layout.seq_lens[begin:end, None]
         token_begin = int(layout.query_start_loc[begin])
-        key_begin, key_end, bias = 0, num_keys, None
+        key_begin, key_end = 0, num_keys
         if rows == 1:
-            base = int(first_blocks[begin]) * block_size
-            key_end = int(lengths[0, 0]) - base
+            key_end = int(lengths[0, 0]) - int(first_blocks[begin]) * block_size
             key_begin = 0 if window is None else max(0, key_end - window)
-        else:
-            positions = first * block_size + np.arange(num_keys)
-            visible = positions < lengths
-            if window is not None:
-                visible &= positions >= lengths - window
-            if not visible.all():
-                bias = self._bias(visible).repeat_interleave(shape.num_kv_heads, 0).unsqueeze(1)
+        positions = first * block_size + np.arange(key_begin, key_end)
+        visible = positions < lengths
+        if window is not None:
+            visible &= positions >= lengths - window
+        bias = self._decode_bias(visible, positions + 1 - lengths)
         tile_ids = self._tile_ids(block_ids)
         gathered = self._gather_buffer(tile_ids, block_size)
         keys, values = gathered.view(2, rows * shape.num_kv_heads, num_keys, shape.head_dim)[:, :, key_begin:key_end]
@@ -248,12 +279,13 @@ class TorchAttention:
             key_begin = base if window is None else max(base, int(positions[0]) + 1 - window)
             key_end = int(positions[-1]) + 1
             bias = None
-            if key_begin > 0 or len(positions) < key_end or (window is not None and window < key_end):
+            is_square = key_begin == 0 and len(positions) == key_end and (window is None or window >= key_end)
+            if not is_square or self._needs_bias:
                 key_positions = np.arange(key_begin, key_end)
                 visible = key_positions <= positions[:, None]
                 if window is not None:
                     visible &= key_positions > positions[:, None] - window
-                bias = self._bias(visible)
+                bias = self._chunk_bias(visible, key_positions - positions[:, None])
             pieces.append(ChunkPiece(piece_begin, piece_end, key_begin - base, key_end - base, bias))
         return PromptChunk(begin, end, tile_ids, gathered, tuple(pieces))
 
@@ -263,6 +295,26 @@ class TorchAttention:
         planes = np.arange(2 * shape.num_kv_heads, dtype=np.int64).reshape(2, 1, shape.num_kv_heads, 1)
         tiles = block_ids.astype(np.int64)[None, :, None, :] * shape.tiles_per_block + planes
         return torch.from_numpy(tiles.reshape(-1)).to(shape.device)
+
+    def _decode_bias(self, visible: np.ndarray, distances: np.ndarray) -> Tensor | None:
+        """[R, keys] twice -> [R * Hk, 1 or Hq / Hk, keys]; None where nothing is hidden."""
+        slopes = self._shape.alibi_slopes
+        if slopes is None:
+            if visible.all():
+                return None
+            return self._bias(visible).repeat_interleave(self._shape.num_kv_heads, 0).unsqueeze(1)
+        bias = self._bias(visible).unsqueeze(1) + slopes.view(-1, 1) * self._distances(distances).unsqueeze(1)
+        return bias.to(self._shape.dtype).view(-1, self._group_size, visible.shape[1])
+
+    def _chunk_bias(self, visible: np.ndarray, distances: np.ndarray) -> Tensor:
+        """[queries, keys] twice -> [queries, keys], with ALiBi [Hq, queries, keys]."""
+        slopes = self._shape.alibi_slopes
+        if slopes is None:
+            return self._bias(visible)
+        return (self._bias(visible) + slopes.view(-1, 1, 1) * self._distances(distances)).to(self._shape.dtype)
+
+    def _distances(self, distances: np.ndarray) -> Tensor:
+        return torch.from_numpy(distances).to(self._shape.device, torch.float32)
 
     def _bias(self, visible: np.ndarray) -> Tensor:
         mask = torch.from_numpy(visible).to(self._shape.device)

@@ -23,6 +23,7 @@ class RmsNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         width = weight.shape[-1]
         self._is_float32 = weight.dtype is torch.float32
+        """Then a 16-bit `x` is multiplied before it is rounded, else after."""
         self._eps = eps
         # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(n eps)) / sqrt(n): three ops instead of five.
         self._floor = torch.tensor(math.sqrt(width * eps), dtype=torch.float32, device=weight.device)
@@ -33,11 +34,16 @@ class RmsNorm:
         if delta is not None:
             x.add_(delta)
         if self._is_float32:
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._floor)
-            return torch.div(x, length).mul_(self._weight)
+            if x.dtype is not torch.float32:
+                return self._scaled(x.float()).to(x.dtype)
+            return self._scaled(x)
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(self._eps))
         return wide.mul_(scale).to(x.dtype).mul_(self._weight)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._floor)
+        return torch.div(x, length).mul_(self._weight)
 
 
 class LayerNorm:
@@ -54,8 +60,8 @@ class LayerNorm:
 
 
 def rotary_table(positions: Tensor, inverse_frequencies: Tensor) -> Tensor:
-    """[T] positions and [P] float32 frequencies -> [T, 1, P] complex64: each pair's rotation."""
-    angles = torch.outer(positions.float(), inverse_frequencies)
+    """[T] positions and [P] or [T, P] float32 frequencies -> [T, 1, P] complex64: each pair's rotation."""
+    angles = positions.float().unsqueeze(1) * inverse_frequencies
     return torch.complex(angles.cos(), angles.sin()).unsqueeze(1)
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's place among those that share one copy of the model, and its share of a dimension.
-
-One rank per group runs today; the loader already slices by `RankInfo`, so that more ranks change no file format.
-"""
+"""A rank's place among those that share one copy of the model, its share of a dimension, and what ranks exchange."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from mii_zmq.errors import ModelUnsupported
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -22,17 +21,21 @@ class RankInfo:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} of {self.world_size}")
 
-    def share(self, count: int, what: str) -> int:
-        """How many of `count` things each rank holds.
+    def span(self, count: int) -> tuple[int, int]:
+        """[start, stop) of this rank's share of `count` things; the first ranks hold one more if it is uneven."""
+        size, more = divmod(count, self.world_size)
+        start = self.rank * size + min(self.rank, more)
+        return start, start + size + (self.rank < more)
 
-        Raises:
-            ModelUnsupported: they cannot be shared evenly.
-        """
-        if count % self.world_size:
-            raise ModelUnsupported(f"{count} {what} cannot be shared by {self.world_size} ranks")
-        return count // self.world_size
 
-    def span(self, count: int, what: str) -> tuple[int, int]:
-        """[start, stop) of this rank's share."""
-        size = self.share(count, what)
-        return self.rank * size, (self.rank + 1) * size
+class Collectives(Protocol):
+    """What the ranks of a group exchange in every step; all of them call the same things in the same order."""
+
+    def reduce(self, x: Tensor) -> None:
+        """Replace `x` by its sum over the ranks, the same bits on each."""
+
+    def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """[R, own size] of every rank, side by side in rank order: [R, sum of sizes]."""
+
+    def agree(self, value: int) -> int:
+        """The smallest of the ranks' values."""

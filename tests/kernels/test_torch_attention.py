@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,28 @@ class Case:
 )
 def test_against_the_oracle(rows: list[Row], window: int | None) -> None:
     Case(rows).check(window)
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize(("softcap", "has_alibi"), [(2.0, False), (0.0, True), (2.0, True)])
+@pytest.mark.parametrize(
+    "rows",
+    [[(0, 1)], [(0, 3)], [(7, 1), (0, 1), (15, 1), (16, 1)], [(5, 1), (6, 1), (0, 7), (9, 5), (3, 2)], [(200, 150)]],
+)
+def test_softcap_and_alibi(rows: list[Row], softcap: float, has_alibi: bool, window: int | None) -> None:
+    case = Case(rows)
+    slopes = 2.0 ** -torch.arange(1, 7).float() if has_alibi else None
+    case.shape = replace(case.shape, softcap=softcap, alibi_slopes=slopes)
+    case.check(window)
+
+
+@pytest.mark.parametrize(("softcap", "has_alibi"), [(2.0, False), (0.0, True)])
+def test_softcap_and_alibi_in_bfloat16(softcap: float, has_alibi: bool) -> None:
+    case = Case([(5, 1), (6, 1), (0, 7), (9, 5)], dtype=torch.bfloat16)
+    case.shape = replace(
+        case.shape, softcap=softcap, alibi_slopes=2.0 ** -torch.arange(1, 7).float() if has_alibi else None
+    )
+    case.check(None, tolerance=3e-2)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (5, 1), (9, 3)])

@@ -115,8 +115,7 @@ SHAPE = {"WORDS": sampling.RECORD_WORDS}
 TILES = {"NUM_TILES": 32, "PAD": 32}
 SUMS = {"largest_ptr": "*fp32", "sum_ptr": "*fp32"}
 KERNELS = {
-    "greedy": (sampling.draw_tiles_kernel, {"SAMPLED": False, "FILTERED": False, "TILE": 2048, **SHAPE}, {}),
-    "drawn": (sampling.draw_tiles_kernel, {"SAMPLED": True, "FILTERED": True, "TILE": 2048, **SHAPE}, {}),
+    "drawn": (sampling.draw_tiles_kernel, {"FILTERED": True, "TILE": 2048, **SHAPE}, {}),
     "rows": (sampling.draw_rows_kernel, {"RECORD": True, **TILES}, {}),
     "exp_sum": (sampling.exp_sum_tiles_kernel, {"TILE": 2048}, SUMS),
     "log_prob": (sampling.log_prob_rows_kernel, TILES, SUMS),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel of the GPU decoder against the oracle, on tiny float32 tensors in Triton's interpreter.
 
+The whole decoder is compared in `tests/worker/models/cuda_decoder_cases.py`.
+
 A program of its own, because the interpreter is chosen when Triton is imported: `python triton_cases.py CASE`.
 """
 
@@ -9,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -18,27 +19,22 @@ import torch
 import triton
 from torch import Tensor
 
-from mii_zmq.kernels import REFERENCE, reference, torch_ops
+from mii_zmq.kernels import reference, torch_ops
 from mii_zmq.kernels.layout import AttentionShape, CellMapping, KvLayer, RaggedLayout
 from mii_zmq.kernels.triton.argmax import argmax_rows_kernel, argmax_tiles_kernel
 from mii_zmq.kernels.triton.batch_inputs import ITEM_WORDS, batch_inputs_kernel
 from mii_zmq.kernels.triton.chunk_attention import chunk_attention_kernel
 from mii_zmq.kernels.triton.decode_attention import decode_attention_kernel
-from mii_zmq.kernels.triton.elementwise import activation_kernel, embed_kernel, gather_rows_kernel
+from mii_zmq.kernels.triton.elementwise import activation_kernel, embed_kernel, gather_rows_kernel, softcap_kernel
 from mii_zmq.kernels.triton.gemv import gemv_kernel
-from mii_zmq.kernels.triton.norm import add_norm_kernel
+from mii_zmq.kernels.triton.norm import add_norm_kernel, norm_add_kernel
 from mii_zmq.kernels.triton.rope_kv import rope_kv_kernel
+from mii_zmq.kernels.triton.rope_length import dynamic_tables_kernel, longrope_rows_kernel
 from mii_zmq.kernels.triton.skinny_gemm import skinny_gemm_kernel
 from mii_zmq.kernels.triton.updates import apply_updates_kernel, copy_blocks_kernel
-from mii_zmq.worker.batch import SlotState, build_batch
-from mii_zmq.worker.cuda_batch import PackedLayout, StepPacker, choose_bucket, decode_buckets
-from mii_zmq.worker.kv_pool import BlockShape, KvPool
-from mii_zmq.worker.models.archs import ARCHITECTURES
-from mii_zmq.worker.models.cuda_decoder import TILE_TOKENS, Card, CudaDecoder, DeviceState
-from mii_zmq.worker.models.decoder import Decoder
-from mii_zmq.worker.models.random_weights import SHAPES, random_weights
-from mii_zmq.worker.models.spec import ModelConfig
-from mii_zmq.worker.models.weights import DecoderWeights
+from mii_zmq.worker.cuda_batch import PackedLayout, StepPacker
+from mii_zmq.worker.models.rotary import length_frequencies
+from mii_zmq.worker.models.spec import RopeConfig
 from mii_zmq.worker.plan import NewSequence, SamplingSpec, StepPlan, StepRow
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 16
@@ -105,8 +101,12 @@ class Batch:
         tables = self.tables[[self.slots[index] for index in self.sorted]].numpy().astype(np.int64)
         return RaggedLayout(np.concatenate([[0], np.cumsum(counts)]), np.array(lengths), tables, BLOCK)
 
-    def expected_attention(self, qkv: Tensor, window: int | None) -> Tensor:
-        shape = AttentionShape(HEADS, KV_HEADS, DIM, DIM**-0.5, 4 * KV_HEADS, torch.float32, torch.device("cpu"))
+    def expected_attention(
+        self, qkv: Tensor, window: int | None, softcap: float = 0.0, slopes: Tensor | None = None
+    ) -> Tensor:
+        shape = AttentionShape(
+            HEADS, KV_HEADS, DIM, DIM**-0.5, 4 * KV_HEADS, torch.float32, torch.device("cpu"), softcap, slopes
+        )
         attention = reference.ReferenceAttention(shape)
         count = self.step.num_tokens
         return attention(qkv[:count].view(count, -1, DIM), self.kv, attention.plan(self.ragged(), window))
@@ -139,8 +139,12 @@ def case_batch_inputs() -> None:
     assert len(items) > batch.step.num_decodes, "the long rows are split"
 
 
+BIASED = (0.7, torch.tensor([0.5, 0.25, 0.1, 0.01]))
+"""Soft-cap and slopes."""
+
+
 def case_decode_attention() -> None:
-    for window in (None, 20):
+    for window, softcap, slopes in ((None, 0.0, None), (20, 0.0, None), (None, *BIASED)):
         batch = Batch(ROWS)
         rows = batch.step.num_decodes
         qkv = torch.randn(batch.padded, (HEADS + 2 * KV_HEADS) * DIM)
@@ -149,34 +153,34 @@ def case_decode_attention() -> None:
         stats = torch.full((batch.num_items * KV_HEADS * 16 * 2,), float("nan"))
         counters = torch.zeros(6 * KV_HEADS, dtype=torch.int32)
         decode_attention_kernel[(KV_HEADS, batch.num_items)](
-            qkv, batch.slab, out, partial, stats, counters, batch.tables, batch.items, None, qkv.stride(0),
-            out.stride(0), 8, batch.slab.stride(0), batch.offset, batch.slab.stride(2), DIM**-0.5 * LOG2_E, 0.0,
+            qkv, batch.slab, out, partial, stats, counters, batch.tables, batch.items, slopes, qkv.stride(0),
+            out.stride(0), 8, batch.slab.stride(0), batch.offset, batch.slab.stride(2), DIM**-0.5 * LOG2_E, softcap,
             window or 0,
             NUM_KV_HEADS=KV_HEADS, GROUP=2, GROUP_PAD=16, HEAD_DIM=DIM, HEAD_PAD=DIM, BLOCK_SIZE=BLOCK, TILE=16,
-            HAS_WINDOW=window is not None, HAS_SOFTCAP=False, HAS_ALIBI=False, STAGES=2,
+            HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap > 0, HAS_ALIBI=slopes is not None, STAGES=2,
             PDL=False,
         )  # fmt: skip
-        close(out[:rows], batch.expected_attention(qkv, window)[:rows])
+        close(out[:rows], batch.expected_attention(qkv, window, softcap, slopes)[:rows])
         assert not counters.any(), "counters return to zero"
         assert out[rows:].isnan().all(), "rows without work are left alone"
 
 
 def case_chunk_attention() -> None:
-    for window in (None, 9):
+    for window, softcap, slopes in ((None, 0.0, None), (9, 0.0, None), (9, *BIASED)):
         batch = Batch(ROWS)
         layout, packed = batch.layout, batch.packed
         qkv = torch.randn(batch.padded, (HEADS + 2 * KV_HEADS) * DIM)
         out = torch.full((batch.padded, HEADS * DIM), float("nan"))
         chunk_attention_kernel[(HEADS, batch.step.num_tiles + 2)](
             qkv, batch.slab, None, out, batch.tables, packed[layout.row_slots :], packed[layout.row_starts :],
-            packed[layout.query_starts :], packed[4:], packed[layout.tile_rows :], packed[layout.tile_starts :], None,
+            packed[layout.query_starts :], packed[4:], packed[layout.tile_rows :], packed[layout.tile_starts :], slopes,
             qkv.stride(0), out.stride(0), 8, batch.slab.stride(0), batch.offset, batch.slab.stride(2),
-            DIM**-0.5 * LOG2_E, 0.0, window or 0,
-            GROUP=2, HEAD_DIM=DIM, HEAD_PAD=DIM, BLOCK_SIZE=BLOCK, TILE_M=16, TILE_N=16,
-            HAS_WINDOW=window is not None, HAS_SOFTCAP=False, HAS_ALIBI=False, USE_TMA=False, STAGES=1,
+            DIM**-0.5 * LOG2_E, softcap, window or 0,
+            GROUP=2, HEAD_DIM=DIM, HEAD_PAD=DIM, BLOCK_SIZE=BLOCK, TILE_M=16, TILE_N=16, USE_TMA=False, STAGES=1,
+            HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap > 0, HAS_ALIBI=slopes is not None,
         )  # fmt: skip
         begin, end = batch.step.num_decodes, batch.step.num_tokens
-        close(out[begin:end], batch.expected_attention(qkv, window)[begin:end])
+        close(out[begin:end], batch.expected_attention(qkv, window, softcap, slopes)[begin:end])
         assert out[end:].isnan().all()
 
 
@@ -194,14 +198,37 @@ def case_norm() -> None:
         close(residual, x + delta)
 
 
+def case_norm_add() -> None:
+    x, stream = torch.randn(3, 20), torch.randn(3, 20)
+    (weight, bias), (next_weight, next_bias) = torch.rand(2, 20), torch.rand(2, 20)
+    for layer_norm, has_next in ((False, True), (True, True), (False, False)):
+        out, residual = torch.full_like(x, float("nan")), stream.clone()
+        norm_add_kernel[(3,)](
+            x, weight, bias, residual, next_weight, next_bias, out, 20, 20, 20, 1e-5, D=20, D_PAD=32,
+            IS_LAYER_NORM=layer_norm, HAS_BIAS=layer_norm, HAS_NEXT=has_next, PDL=False,
+        )  # fmt: skip
+        if layer_norm:
+            first, second = (
+                reference.LayerNorm(*weights, 1e-5, 20) for weights in ((weight, bias), (next_weight, next_bias))
+            )
+        else:
+            first, second = reference.RmsNorm(weight, 1e-5), reference.RmsNorm(next_weight, 1e-5)
+        close(residual, stream + first(x))
+        if has_next:
+            close(out, second(stream + first(x)))
+        else:
+            assert out.isnan().all()
+
+
 def case_rope_kv() -> None:
-    for has_norm, has_rope in ((False, True), (True, True), (False, False)):
+    for has_norm, rotary_dim in ((False, DIM), (True, DIM), (False, 0), (True, 6)):
         batch = Batch(ROWS)
         count = batch.step.num_tokens
         qkv = torch.randn(batch.padded, HEADS + 2 * KV_HEADS, DIM)
         expected = qkv.clone()
         weights = torch.rand(2, DIM)
-        frequencies = torch.rand(DIM // 2)
+        has_rope = rotary_dim > 0
+        frequencies = torch.rand(rotary_dim // 2)
         angles = torch.outer(torch.arange(128).float(), frequencies)
         table = torch_ops.rotary_table(batch.positions, frequencies)
         rotated = HEADS + KV_HEADS
@@ -218,10 +245,38 @@ def case_rope_kv() -> None:
             qkv, batch.slab, cosines, sines, batch.positions, batch.cells, weights[0], weights[1], qkv.stride(0),
             batch.slab.stride(0), batch.offset, batch.slab.stride(2), 1e-5,
             NUM_HEADS=HEADS, NUM_KV_HEADS=KV_HEADS, HEADS_PER_PROGRAM=4, HEAD_DIM=DIM, HEAD_PAD=DIM, BLOCK_SIZE=BLOCK,
-            HAS_ROPE=has_rope, HAS_QK_NORM=has_norm, PDL=False,
+            ROTARY_DIM=rotary_dim, HAS_ROPE=has_rope, HAS_QK_NORM=has_norm, PDL=False,
         )  # fmt: skip
         close(qkv[:count, :HEADS], expected[:count, :HEADS])
         torch.testing.assert_close(batch.kv.blocks, wanted.blocks, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def case_rope_length() -> None:
+    """Sequences on both sides of a border of 24, by their fixed lengths and by their positions."""
+    batch = Batch([(0, 5), (22, 3), (23, 1), (0, 4)])
+    count, max_rows = batch.step.num_tokens, batch.layout.max_rows
+    fixed = torch.tensor([0, 0, 30, 0, 0, 3], dtype=torch.int32)
+    by_row = [
+        (index, position) for index in batch.sorted for position in range(batch.rows[index][0], sum(batch.rows[index]))
+    ]
+    lengths = torch.tensor([max(int(fixed[batch.slots[index]]), position + 1) for index, position in by_row])
+    assert (lengths > 24).sum() == 5
+    search = {"MAX_ROWS": max_rows, "SEARCH_STEPS": max_rows.bit_length()}
+    rows = torch.full((batch.padded,), -7, dtype=torch.int32)
+    longrope_rows_kernel[(2,)](batch.packed, fixed, rows, batch.padded, 24, 1000, TILE=16, **search)
+    positions = batch.positions[:count]
+    assert rows[:count].tolist() == (positions + 1000 * (lengths > 24)).tolist()
+    assert rows[count:].tolist() == [0] * 3
+    rope = RopeConfig(10000.0, 12, "dynamic", 3.0, original_max_position_embeddings=24)
+    cosines, sines = torch.full((2, batch.padded, 6), float("nan"))
+    dynamic_tables_kernel[(2,)](
+        batch.packed, fixed, cosines, sines, batch.padded, 24,
+        THETA=10000.0, FACTOR=3.0, ATTENTION_FACTOR=0.5, PAIRS=6, PAD=8, TILE=16, **search,
+    )  # fmt: skip
+    angles = positions.unsqueeze(1) * length_frequencies(rope, lengths)
+    close(cosines[:count], 0.5 * angles.cos())
+    close(sines[:count], 0.5 * angles.sin())
+    assert not sines[count:].any(), "padding is not rotated"
 
 
 def _expected_linear(x: Tensor, weight: Tensor, norm: Tensor | None, gated: bool, residual: Tensor | None) -> Tensor:
@@ -268,8 +323,9 @@ def case_skinny_gemm() -> None:
 def case_elementwise() -> None:
     ids, positions = torch.tensor([3, 0, 2], dtype=torch.int32), torch.tensor([1, 0, 4], dtype=torch.int32)
     embed, table, out = torch.randn(5, 12), torch.randn(9, 12), torch.empty(3, 12)
-    embed_kernel[(3,)](ids, positions, embed, table, out, 2, D=12, D_PAD=16, HAS_POSITIONS=True)
-    close(out, embed[ids.long()] + table[positions.long() + 2])
+    for scale in (1.0, 2.5):
+        embed_kernel[(3,)](ids, positions, embed, table, out, 2, D=12, D_PAD=16, HAS_POSITIONS=True, SCALE=scale)
+        close(out, scale * embed[ids.long()] + table[positions.long() + 2])
     x = torch.randn(3, 40)
     for kind, name in enumerate(("silu", "relu", "gelu", "gelu_tanh")):
         for gated in (True, False):
@@ -284,6 +340,10 @@ def case_elementwise() -> None:
     gather_rows_kernel[(3,)](count, index, a, b, a_out, b_out, A=12, B=20, PAD=32, PDL=False)
     close(a_out[:2], a[[4, 1]])
     close(b_out[:2], b[[4, 1]])
+    logits = 20 * torch.randn(3, 40)
+    expected = 5 * torch.tanh(logits[:, :37] / 5)
+    softcap_kernel[(3, 2)](logits, 40, 5.0, V=37, TILE=32, PDL=False)
+    close(logits[:, :37], expected)
 
 
 def case_argmax() -> None:
@@ -299,7 +359,8 @@ def case_argmax() -> None:
     histories, drawn = torch.full((5, 6), -7, dtype=torch.int32), torch.empty(5, dtype=torch.int32)
     finite = torch.empty(5, dtype=torch.int32)
     argmax_rows_kernel[(5,)](
-        values, ids, count, slots, positions, histories, drawn, finite, 6, 50, NUM_TILES=4, PAD=4, PDL=False
+        values, ids, count, slots, positions, histories, drawn, finite, 6, 50, NUM_TILES=4, PAD=4, RECORD=True,
+        PDL=False,
     )  # fmt: skip
     assert finite.tolist() == [1, 0, 0, 0, 1]
     assert (drawn[0], drawn[4]) == (7, logits[4].argmax())
@@ -314,79 +375,6 @@ def case_copy_blocks() -> None:
     pairs = torch.tensor([[0, 3], [2, 4]], dtype=torch.int32)
     copy_blocks_kernel[(2, 2, 3)](pairs, pool, 24, 5 * 24, TILE=16)
     close(pool, expected)
-
-
-def decode_once(config: ModelConfig, rows: list[tuple[int, int]], deterministic: bool = False) -> None:
-    """Compares the logits of each row's last token: by the GPU's decoder in the interpreter, and by the CPU's."""
-    cpu = torch.device("cpu")
-    weights = random_weights(config, torch.float32, cpu)
-    for tensor in vars_of(weights):
-        tensor.mul_(5.0)
-    layout = PackedLayout(6, token_budget=128, tile_tokens=TILE_TOKENS, tiles_only=deterministic)
-    state = DeviceState.create(layout, 512, 128, BLOCK, cpu)
-    card = Card(num_processors=1, is_hopper=False)
-    decoder = CudaDecoder(config, weights, state, layout, 128, BLOCK, 128, card, deterministic)
-    pool = KvPool(np, BlockShape(config.num_layers, config.num_kv_heads, BLOCK, config.head_dim, torch.float32), 24)
-    twin = KvPool(np, pool.shape, 24)
-    decoder.use_pool(pool.slab)
-    packer = StepPacker(layout, state.token_ids.stride(0), state.block_tables.stride(0))
-    slots = SlotState(6, 128, BLOCK, cpu)
-    model = Decoder(config, weights, REFERENCE, cpu, torch.float32)
-    tables = torch.randperm(24).view(6, 4).tolist()
-    histories = [torch.randint(0, 90, (start + count,)).tolist() for start, count in rows]
-    plans = [
-        StepPlan(
-            1,
-            [StepRow(slot, 0, start, True) for slot, (start, _) in enumerate(rows) if start],
-            [NewSequence(slot, histories[slot], 1, tables[slot], SamplingSpec()) for slot in range(len(rows))],
-        ),
-        StepPlan(2, [StepRow(slot, start, count, True) for slot, (start, count) in enumerate(rows)]),
-    ]
-    for plan in plans:
-        fixed = layout.fixed_words
-        step = packer.pack(plan, state.packed.numpy()[:fixed])
-        state.packed[fixed : fixed + len(step.updates)] = torch.from_numpy(step.updates)
-        if step.num_updates:
-            apply_updates_kernel[(step.num_updates, 1)](
-                state.packed[fixed:], state.token_ids, state.block_tables, TILE=128
-            )  # fmt: skip
-        bucket = choose_bucket(step, layout, decode_buckets(6))
-        decoder.trunk(bucket.num_tokens, bucket.max_decodes, bucket.max_tiles)
-        found = decoder.head(8)[: len(plan.rows)].clone()
-        slots.apply(plan)
-        batch = build_batch(plan, slots)
-        logits = model.forward(batch.forward, twin.layers)
-        assert logits is not None
-        order = [batch.sample_slots.index(slot) for slot in step.sample_slots]
-        close(found, logits[order])
-
-
-def vars_of(weights: DecoderWeights) -> list[Tensor]:
-    """The matrices."""
-    affines = [affine for layer in weights.layers for affine in (layer.qkv, layer.out, layer.up, layer.down)]
-    return [affine.weight for affine in affines]
-
-
-_BASE = replace(
-    SHAPES["tiny"], vocab_size=99, hidden_size=32, intermediate_size=48, num_heads=HEADS, num_kv_heads=KV_HEADS,
-    head_dim=DIM, max_position_embeddings=128,
-)  # fmt: skip
-DECODER_CONFIGS = [
-    _BASE,
-    replace(_BASE, spec=ARCHITECTURES["Qwen3ForCausalLM"], tie_word_embeddings=True, windows=(None, 20)),
-    replace(_BASE, spec=ARCHITECTURES["Qwen2ForCausalLM"], qkv_bias=True),
-    replace(
-        _BASE, spec=ARCHITECTURES["OPTForCausalLM"], rope=None, activation="relu", qkv_bias=True, out_bias=True,
-        mlp_bias=True,
-    ),
-]  # fmt: skip
-
-
-def case_decoder() -> None:
-    for config in DECODER_CONFIGS:
-        decode_once(config, [(0, 5), (37, 1), (20, 9), (15, 1)])
-        decode_once(config, [(33, 1), (7, 1)])
-        decode_once(config, [(17, 1)])
 
 
 CASES: dict[str, Callable[[], None]] = {

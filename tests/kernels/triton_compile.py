@@ -20,9 +20,12 @@ from mii_zmq.kernels.triton import (
     invariant_gemm,
     norm,
     rope_kv,
+    rope_length,
     skinny_gemm,
     updates,
 )
+from mii_zmq.worker.models.cuda_attention import chunk_tiles, decode_tiles
+from mii_zmq.worker.models.cuda_buffers import Card
 from mii_zmq.worker.models.cuda_invariant_linear import FEW, MANY
 
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
@@ -34,13 +37,23 @@ POINTERS = {
     "x_ptr": HALF, "q_ptr": HALF, "pool_ptr": HALF, "pool_desc": HALF, "out_ptr": HALF, "weight_ptr": HALF,
     "norm_ptr": HALF, "bias_ptr": HALF, "residual_ptr": HALF, "qkv_ptr": HALF, "q_norm_ptr": HALF, "k_norm_ptr": HALF,
     "embed_ptr": HALF, "table_ptr": HALF, "a_ptr": HALF, "b_ptr": HALF, "a_out_ptr": HALF, "b_out_ptr": HALF,
-    "logits_ptr": HALF, "x_desc": HALF, "token_desc": HALF, "weight_desc": HALF,
+    "logits_ptr": HALF, "next_weight_ptr": HALF, "next_bias_ptr": HALF, "x_desc": HALF, "token_desc": HALF,
+    "weight_desc": HALF,
 }  # fmt: skip
 BLOCKS = {
     "pool_desc": ("TILE_N", "HEAD_DIM"), "x_desc": ("M_PAD", "TILE_K"), "token_desc": ("TILE_M", "TILE_K"),
     "weight_desc": ("TILE_N", "TILE_K"),
 }  # fmt: skip
 """Block shape of a tensor descriptor, by constants of its kernel."""
+
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+HEADS = (
+    (80, 1, {"HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_ALIBI": False}),
+    (64, 71, {"HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_ALIBI": True}),
+    (256, 2, {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_ALIBI": False}),
+)
+"""Head size, query heads per key/value head, and what the scores go through: GPT-NeoX and Phi 2, Falcon 7B, Gemma 2."""
 
 
 def compile_kernel(kernel: Any, capability: int, num_warps: int = 4, fused: bool = True, **constants: Any) -> Any:
@@ -69,7 +82,32 @@ def compile_kernel(kernel: Any, capability: int, num_warps: int = 4, fused: bool
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def compile_heads(capability: int) -> None:
+    """Attention in the tile sizes of the engine fits the card."""
+    card = Card(132, capability >= 90, SHARED_BYTES[capability])
+    for head_dim, group, flags in HEADS:
+        head_pad, group_pad = triton.next_power_of_2(head_dim), max(16, triton.next_power_of_2(group))
+        sizes = {"HEAD_DIM": head_dim, "HEAD_PAD": head_pad, "BLOCK_SIZE": 64, "GROUP": group, **flags}
+        chunk = chunk_tiles(head_dim, 64, card)
+        kernels = [
+            compile_kernel(
+                chunk_attention.chunk_attention_kernel, capability, num_warps=chunk.num_warps, TILE_M=chunk.tokens,
+                TILE_N=chunk.keys, STAGES=chunk.stages, USE_TMA=capability >= 90 and head_dim == 64, **sizes,
+            )
+        ]  # fmt: skip
+        kernels += [
+            compile_kernel(
+                decode_attention.decode_attention_kernel, capability, num_warps=num_warps, NUM_KV_HEADS=2,
+                GROUP_PAD=group_pad, TILE=64, STAGES=stages, PDL=capability >= 90, **sizes,
+            )
+            for stages, num_warps in set(decode_tiles(group_pad, head_pad))
+        ]  # fmt: skip
+        for kernel in kernels:
+            assert kernel.metadata.shared <= card.shared_bytes, (head_dim, kernel.metadata.shared)
+
+
 def main(capability: int) -> None:
+    compile_heads(capability)
     hopper = capability >= 90
     heads: dict[str, Any] = {"HEAD_DIM": 128, "HEAD_PAD": 128, "BLOCK_SIZE": 64}
     flags = {"HAS_SOFTCAP": False, "HAS_ALIBI": False}
@@ -99,7 +137,7 @@ def main(capability: int) -> None:
     for normed in (False, True):
         compile_kernel(
             rope_kv.rope_kv_kernel, capability, NUM_HEADS=32, NUM_KV_HEADS=8, HEADS_PER_PROGRAM=8, HAS_ROPE=True,
-            HAS_QK_NORM=normed, PDL=hopper, **heads,
+            HAS_QK_NORM=normed, ROTARY_DIM=32 if normed else 128, PDL=hopper, **heads,
         )  # fmt: skip
         compile_kernel(
             gemv.gemv_kernel, capability, K=4096, ROWS=1, TILE_K=2048, NORM=normed, GATED=normed,
@@ -113,11 +151,22 @@ def main(capability: int) -> None:
             norm.add_norm_kernel, capability, num_warps=8, D=4096, D_PAD=4096, IS_LAYER_NORM=normed,
             HAS_RESIDUAL=False, STORE_RESIDUAL=False, HAS_BIAS=normed, PDL=hopper,
         )  # fmt: skip
-    compile_kernel(elementwise.embed_kernel, capability, D=4096, D_PAD=4096, HAS_POSITIONS=True)
+        compile_kernel(
+            norm.norm_add_kernel, capability, num_warps=8, D=4608, D_PAD=8192, IS_LAYER_NORM=normed, HAS_BIAS=normed,
+            HAS_NEXT=not normed, PDL=hopper,
+        )  # fmt: skip
+    search = {"MAX_ROWS": 256, "SEARCH_STEPS": 9}
+    compile_kernel(rope_length.longrope_rows_kernel, capability, TILE=64, **search)
+    compile_kernel(
+        rope_length.dynamic_tables_kernel, capability, THETA=10000.0, FACTOR=2.0, ATTENTION_FACTOR=1.0, PAIRS=48,
+        PAD=64, TILE=16, **search,
+    )  # fmt: skip
+    compile_kernel(elementwise.embed_kernel, capability, D=4096, D_PAD=4096, HAS_POSITIONS=True, SCALE=64.0)
+    compile_kernel(elementwise.softcap_kernel, capability, V=256000, TILE=4096, PDL=hopper)
     compile_kernel(elementwise.activation_kernel, capability, I=14336, TILE=2048, GATED=True, KIND=0, PDL=hopper)
     compile_kernel(elementwise.gather_rows_kernel, capability, A=4096, B=4096, PAD=4096, PDL=hopper)
     compile_kernel(argmax.argmax_tiles_kernel, capability, V=128256, TILE=4096, **argmax_sizes)
-    compile_kernel(argmax.argmax_rows_kernel, capability, num_warps=1, PAD=32, **argmax_sizes)
+    compile_kernel(argmax.argmax_rows_kernel, capability, num_warps=1, PAD=32, RECORD=True, **argmax_sizes)
     compile_kernel(updates.apply_updates_kernel, capability, TILE=1024)
     compile_kernel(updates.copy_blocks_kernel, capability, num_warps=8, TILE=8192)
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 # First: it chooses the interpreter.
-from triton_cases import BLOCK, DECODER_CONFIGS, DIM, HEADS, KV_HEADS, LOG2_E, Batch, close, decode_once  # isort: skip
+from triton_cases import BLOCK, DIM, HEADS, KV_HEADS, LOG2_E, Batch, close  # isort: skip
 
 import torch
 from torch import Tensor
@@ -92,12 +92,6 @@ def case_attention() -> None:
         for first, count in [*((position, 1) for position in range(0, size, 5)), (5, 20), (16, 32), (33, 28)]:
             part = _attend(batch, q[first : first + count], first, window)
             assert torch.equal(part, whole[first : first + count]), (window, first, count)
-
-
-def case_decoder() -> None:
-    for config in DECODER_CONFIGS:
-        decode_once(config, [(0, 5), (37, 1), (20, 9), (15, 1)], deterministic=True)
-        decode_once(config, [(33, 1), (7, 1)], deterministic=True)
 
 
 CASES: dict[str, Callable[[], None]] = {

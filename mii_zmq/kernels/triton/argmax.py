@@ -2,7 +2,8 @@
 """Greedy sampling: the largest logit of every row, in two stages, written into the slots' histories.
 
 Stage one reduces tiles of the vocabulary, stage two the tiles of a row. Of equal logits the smallest id wins. A row
-with a NaN, with +inf or without any finite logit is flagged; its token means nothing.
+with a NaN, with +inf or without any finite logit is flagged; its token means nothing. Rows beyond `count` leave no
+trace.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ def argmax_rows_kernel(
     count_ptr,  # [1] int32: rows that sample
     slot_ptr,  # [R] int32
     position_ptr,  # [R] int32
-    token_ids_ptr,  # [slots, history_stride] int32
-    id_ptr,  # out [R] int32
-    finite_ptr,  # out [R] int32
+    token_ids_ptr,  # [slots, history_stride] int32; unused unless RECORD
+    id_ptr,  # out [R]
+    finite_ptr,  # out [R]
     history_stride,
     vocab_size,
     NUM_TILES: tl.constexpr,
     PAD: tl.constexpr,
+    RECORD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -68,7 +70,9 @@ def argmax_rows_kernel(
     # A token id that is always inside the vocabulary, whatever the logits were.
     token_id = tl.where(is_finite, tl.minimum(token_id, vocab_size - 1), 0)
     if row < tl.load(count_ptr):
-        slot = tl.load(slot_ptr + row).to(tl.int64)
-        tl.store(token_ids_ptr + slot * history_stride + tl.load(position_ptr + row), token_id)
-    tl.store(id_ptr + row, token_id)
-    tl.store(finite_ptr + row, is_finite.to(tl.int32))
+        if RECORD:
+            slot = tl.load(slot_ptr + row).to(tl.int64)
+            position = tl.load(position_ptr + row)
+            tl.store(token_ids_ptr + slot * history_stride + position, token_id, mask=position < history_stride)
+        tl.store(id_ptr + row, token_id.to(id_ptr.dtype.element_ty))
+        tl.store(finite_ptr + row, is_finite.to(finite_ptr.dtype.element_ty))

@@ -22,6 +22,19 @@ ITEM_WORDS = 8
 """int32 values per work item: row (-1: none), split, splits of the row, sequence length, slot."""
 
 
+@triton.jit
+def find_rows(query_ptr, token, is_real, num_rows, SEARCH_STEPS: tl.constexpr, TILE: tl.constexpr):
+    """The row that each token belongs to."""
+    low = tl.zeros([TILE], tl.int32)
+    high = tl.zeros([TILE], tl.int32) + num_rows
+    for _ in tl.static_range(SEARCH_STEPS):
+        middle = (low + high) // 2
+        begin = tl.load(query_ptr + middle, mask=is_real & (middle < num_rows), other=2147483647)
+        low = tl.where(begin <= token, middle, low)
+        high = tl.where(begin <= token, high, middle)
+    return low
+
+
 @triton.jit(do_not_specialize=["num_tokens_padded", "num_items"])
 def batch_inputs_kernel(
     packed_ptr,
@@ -52,13 +65,7 @@ def batch_inputs_kernel(
     token = pid * TILE + tl.arange(0, TILE)
     is_real = token < num_tokens
 
-    low = tl.zeros([TILE], tl.int32)
-    high = tl.zeros([TILE], tl.int32) + num_rows
-    for _ in tl.static_range(SEARCH_STEPS):
-        middle = (low + high) // 2
-        begin = tl.load(query_ptr + middle, mask=is_real & (middle < num_rows), other=2147483647)
-        low = tl.where(begin <= token, middle, low)
-        high = tl.where(begin <= token, high, middle)
+    low = find_rows(query_ptr, token, is_real, num_rows, SEARCH_STEPS, TILE)
     slot = tl.load(slot_ptr + low, mask=is_real, other=0).to(tl.int64)
     begin = tl.load(query_ptr + low, mask=is_real, other=0)
     position = tl.load(start_ptr + low, mask=is_real, other=0) + token - begin

@@ -3,7 +3,8 @@
 
     rotation of adjacent channels:  (a, b) -> (a cos - b sin, b cos + a sin)       (RoFormer, arXiv 2104.09864)
 
-The weight loader stores heads so that the two channels of a pair are neighbours. Input is the fused projection
+The weight loader stores heads so that the two channels of a pair are neighbours; only the first ROTARY_DIM channels of
+a head are rotated. Input is the fused projection
 [T, (Hq + 2 Hkv) D]. One program handles one token and a group of heads: q heads are rotated in place, k heads go to
 the pool, v heads are copied to the pool. Tokens with cell -1 (padding) write nothing.
 """
@@ -19,11 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def rope_kv_kernel(
     qkv_ptr,
     pool_ptr,
-    cos_ptr,  # [max_len, D / 2] float32
+    cos_ptr,  # [rows, ROTARY_DIM / 2] float32
     sin_ptr,
-    position_ptr,  # [T] int32
+    position_ptr,  # [T] int32: row of the tables
     cell_ptr,  # [T] int64: block * BLOCK_SIZE + token within the block, or -1
-    q_norm_ptr,  # [D], unused unless HAS_QK_NORM
+    q_norm_ptr,  # [D], unused unless HAS_QK_NORM; float32: multiplied before anything is rounded
     k_norm_ptr,
     qkv_stride,
     block_stride,
@@ -35,6 +36,7 @@ def rope_kv_kernel(
     HEADS_PER_PROGRAM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HAS_QK_NORM: tl.constexpr,
@@ -63,14 +65,18 @@ def rope_kv_kernel(
         x = raw.to(tl.float32)
         if HAS_QK_NORM:
             scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)
-            # The normed value is rounded to the activation dtype before it is weighted, as unfused code rounds it.
-            normed = (x * scale[:, None]).to(dtype).to(tl.float32) * tl.where(is_q[:, None], w_q, w_k)
-            x = normed.to(dtype).to(tl.float32)
+            normed = x * scale[:, None]
+            if q_norm_ptr.dtype.element_ty == dtype:
+                # Rounded to the activation dtype before it is weighted, as unfused code rounds it.
+                normed = normed.to(dtype).to(tl.float32)
+            x = (normed * tl.where(is_q[:, None], w_q, w_k)).to(dtype).to(tl.float32)
         if HAS_ROPE:
             half = tl.arange(0, HEAD_PAD // 2)
-            half_mask = half < HEAD_DIM // 2
-            position = tl.load(position_ptr + token).to(tl.int64) * (HEAD_DIM // 2)
-            cos = tl.load(cos_ptr + position + half, mask=half_mask, other=0.0)[None, :]
+            half_mask = half < ROTARY_DIM // 2
+            position = tl.load(position_ptr + token).to(tl.int64) * (ROTARY_DIM // 2)
+            # Channels behind ROTARY_DIM are turned by nothing: cosine 1, sine 0.
+            rest: tl.constexpr = 1.0 if ROTARY_DIM < HEAD_DIM else 0.0
+            cos = tl.load(cos_ptr + position + half, mask=half_mask, other=rest)[None, :]
             sin = tl.load(sin_ptr + position + half, mask=half_mask, other=0.0)[None, :]
             a, b = tl.split(tl.reshape(x, (HEADS_PER_PROGRAM, HEAD_PAD // 2, 2)))
             x = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (HEADS_PER_PROGRAM, HEAD_PAD))

@@ -149,7 +149,6 @@ def draw_tiles_kernel(
     largest_ptr,  # out [R, tiles] int32: key of the largest logit
     logits_stride,
     vocab_size,
-    SAMPLED: tl.constexpr,
     FILTERED: tl.constexpr,
     WORDS: tl.constexpr,
     TILE: tl.constexpr,
@@ -165,19 +164,18 @@ def draw_tiles_kernel(
     keys = sortable(tl.load(row_ptr + offs, mask=in_row, other=float("-inf")).to(tl.float32))
     keys = tl.where(in_row, keys, LOWEST_KEY)
     tl.store(largest_ptr + cell, tl.max(keys, 0))
-    if SAMPLED:
-        record = load_record(params_ptr, slot_ptr, row, WORDS)
-        if (tl.load(record + WORD_FLAGS) & FLAG_DRAWN) != 0:
-            z = tempered(row_ptr, offs, in_row, load_float(record, WORD_TEMPERATURE))
-            kept = in_row
-            if FILTERED:
-                threshold = tl.load(threshold_ptr + row)
-                is_tie = (z == threshold) & (offs <= tl.load(tie_limit_ptr + row))
-                kept = in_row & ((z > threshold) | is_tie)
-            keys = tl.full([TILE], LOWEST_KEY, tl.int32)
-            if tl.max(kept.to(tl.int32), 0) != 0:
-                state = row_key(load_int64(record, WORD_SEED), tl.load(position_ptr + row))
-                keys = tl.where(kept, sortable(z + gumbel(state, offs)), LOWEST_KEY)
+    record = load_record(params_ptr, slot_ptr, row, WORDS)
+    if (tl.load(record + WORD_FLAGS) & FLAG_DRAWN) != 0:
+        z = tempered(row_ptr, offs, in_row, load_float(record, WORD_TEMPERATURE))
+        kept = in_row
+        if FILTERED:
+            threshold = tl.load(threshold_ptr + row)
+            is_tie = (z == threshold) & (offs <= tl.load(tie_limit_ptr + row))
+            kept = in_row & ((z > threshold) | is_tie)
+        keys = tl.full([TILE], LOWEST_KEY, tl.int32)
+        if tl.max(kept.to(tl.int32), 0) != 0:
+            state = row_key(load_int64(record, WORD_SEED), tl.load(position_ptr + row))
+            keys = tl.where(kept, sortable(z + gumbel(state, offs)), LOWEST_KEY)
     best = tl.max(keys, 0)
     tl.store(score_ptr + cell, best)
     tl.store(id_ptr + cell, tl.min(tl.where(keys == best, offs, 2147483647), 0))

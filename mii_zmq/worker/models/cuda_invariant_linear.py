@@ -56,6 +56,7 @@ class InvariantLinear:
         self._norm, self._activation, self._gated, self._adds = norm, activation, gated, adds_to_out
         self._pdl = pdl
         self._num_processors = num_processors
+        self._wide = None if activation is None else scratch.wide_rows(weight.shape[0])
         self._use_tma = pdl and is_aligned(weight)
         self._descriptors: dict[InvariantTiles, TensorDescriptor] = {}
         if self._use_tma:
@@ -68,7 +69,7 @@ class InvariantLinear:
             normed = self._scratch.normed[:num_tokens]
             self._norm.run(x, normed, self._pdl)
             x = normed
-        target = out if self._activation is None else self._scratch.wide[:num_tokens]
+        target = out if self._wide is None else self._wide[:num_tokens]
         self.multiply(x, target, self.tiles(num_tokens))
         if self._activation is not None:
             run_activation(target, out, self._activation, self._gated, self._pdl)

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mii_zmq.kernels.triton.elementwise import ACTIVATION_NUMBERS, activation_kernel
 from mii_zmq.kernels.triton.gemv import gemv_kernel
-from mii_zmq.kernels.triton.norm import add_norm_kernel
+from mii_zmq.kernels.triton.norm import add_norm_kernel, norm_add_kernel
 from mii_zmq.kernels.triton.skinny_gemm import skinny_gemm_kernel
 
 ACTIVATION_TILE = 2048
@@ -88,6 +88,10 @@ class Norm:
     eps: float
     is_layer_norm: bool
 
+    @property
+    def is_plain_rms(self) -> bool:
+        return not self.is_layer_norm and self.bias is None
+
     def run(self, x: Tensor, out: Tensor, pdl: bool) -> None:
         width = x.shape[1]
         add_norm_kernel[(x.shape[0],)](
@@ -95,6 +99,28 @@ class Norm:
             D=width, D_PAD=triton.next_power_of_2(width), IS_LAYER_NORM=self.is_layer_norm, HAS_RESIDUAL=False,
             STORE_RESIDUAL=False, HAS_BIAS=self.bias is not None, PDL=pdl, num_warps=8 if width > 2048 else 4,
             **launch_options(pdl),
+        )  # fmt: skip
+
+    def absorb(self, delta: Tensor, x: Tensor, out: Tensor, pdl: bool) -> None:
+        """x += delta; out = norm(x)."""
+        width = x.shape[1]
+        add_norm_kernel[(x.shape[0],)](
+            delta, x, self.weight, self.bias, out, delta.stride(0), x.stride(0), out.stride(0), self.eps, 0.0,
+            D=width, D_PAD=triton.next_power_of_2(width), IS_LAYER_NORM=self.is_layer_norm, HAS_RESIDUAL=True,
+            STORE_RESIDUAL=True, HAS_BIAS=self.bias is not None, PDL=pdl, num_warps=8 if width > 2048 else 4,
+            **launch_options(pdl),
+        )  # fmt: skip
+
+    def add_to(self, delta: Tensor, x: Tensor, following: Norm | None, out: Tensor, pdl: bool) -> None:
+        """x += norm(delta); out = following(x), where there is one: of the same kind, with a bias or without alike."""
+        width = x.shape[1]
+        after = following or Norm(self.weight, self.bias, self.eps, self.is_layer_norm)
+        norm_add_kernel[(x.shape[0],)](
+            delta, self.weight, self.bias, x, after.weight, after.bias, out, delta.stride(0), x.stride(0),
+            out.stride(0), self.eps,
+            D=width, D_PAD=triton.next_power_of_2(width), IS_LAYER_NORM=self.is_layer_norm,
+            HAS_BIAS=self.bias is not None, HAS_NEXT=following is not None, PDL=pdl,
+            num_warps=8 if width > 2048 else 4, **launch_options(pdl),
         )  # fmt: skip
 
 
@@ -110,6 +136,11 @@ class Scratch:
     """float32 sums of a split skinny GEMM."""
     counters: Tensor
     """int32, zero between kernels."""
+
+    def wide_rows(self, width: int) -> Tensor:
+        """`wide` with rows of so many elements."""
+        num_rows = self.wide.shape[0]
+        return self.wide.view(-1)[: num_rows * width].view(num_rows, width)
 
 
 class FusedLinear:
@@ -132,6 +163,7 @@ class FusedLinear:
         self._norm, self._activation, self._gated, self._adds = norm, activation, gated, adds_to_out
         self._pdl = pdl
         self._num_out = weight.shape[0] // 2 if gated else weight.shape[0]
+        self._wide = None if activation is None else scratch.wide_rows(weight.shape[0])
         width = weight.shape[1]
         # What the small kernels fold in: RMSNorm, and silu of a gate; the rest takes the general way.
         can_fold = (norm is None or not norm.is_layer_norm) and (activation is None or (gated and activation == "silu"))
@@ -197,7 +229,7 @@ class FusedLinear:
             if self._bias is not None:
                 out.add_(self._bias)
             return
-        target = out if self._activation is None else self._scratch.wide[:num_tokens]
+        target = out if self._wide is None else self._wide[:num_tokens]
         if self._bias is None:
             torch.mm(x, self._transposed, out=target)
         else:
@@ -213,6 +245,17 @@ def run_activation(x: Tensor, out: Tensor, name: str, gated: bool, pdl: bool) ->
         x, out, I=width, TILE=ACTIVATION_TILE, GATED=gated, KIND=ACTIVATION_NUMBERS[name], PDL=pdl, num_warps=4,
         **launch_options(pdl),
     )  # fmt: skip
+
+
+def split_sizes() -> tuple[int, int]:
+    """Elements that the partial sums and the counters of split skinny GEMMs need at most."""
+    sums = counters = 0
+    for (num_out, _, gated), by_tokens in SKINNY_TILES.items():
+        for padded, tiles in by_tokens.items():
+            counters = max(counters, triton.cdiv(num_out, tiles.tile_n))
+            if tiles.split_k > 1:
+                sums = max(sums, tiles.split_k * (2 if gated else 1) * padded * num_out)
+    return max(sums, 1), max(counters, 1)
 
 
 def padded_tokens(num_tokens: int) -> int:

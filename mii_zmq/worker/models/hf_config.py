@@ -7,13 +7,16 @@ with a silently ignored setting that would change its text. `auto_map` is never 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from mii_zmq.errors import CheckpointError, ModelUnsupported
-from mii_zmq.worker.models.archs import ARCHITECTURES, BIAS_DEFAULTS
-from mii_zmq.worker.models.spec import ArchSpec, ModelConfig, PositionKind, RopeConfig, WindowKind
+from mii_zmq.worker.models.archs import ARCHITECTURES, find_spec
+from mii_zmq.worker.models.checkpoint_json import read_config
+from mii_zmq.worker.models.eos import eos_token_ids
+from mii_zmq.worker.models.layer_pattern import WINDOW_KEYS, read_experts, read_windows
+from mii_zmq.worker.models.rope_config import read_ropes, served_context
+from mii_zmq.worker.models.spec import ArchSpec, ModelConfig
 
 HARMLESS = frozenset(
     [
@@ -21,6 +24,7 @@ HARMLESS = frozenset(
         "_attn_implementation_autoset",
         "_commit_hash",
         "_name_or_path",
+        "activation_dropout",
         "architectures",
         "attention_dropout",
         "attn_implementation",
@@ -29,7 +33,9 @@ HARMLESS = frozenset(
         "bad_words_ids",
         "begin_suppress_tokens",
         "bos_token_id",
+        "cache_implementation",
         "chunk_size_feed_forward",
+        "classifier_dropout",
         "custom_pipelines",
         "decoder_start_token_id",
         "diversity_penalty",
@@ -97,27 +103,20 @@ HARMLESS = frozenset(
 )
 """Training, generation and bookkeeping keys, which do not change the forward pass."""
 MUST_BE_OFF = frozenset({"is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"})
-DEFAULT_WINDOW = 4096
-"""What the published code of the windowed families takes where config.json has no sliding_window at all."""
-_WINDOW_KEYS = {
-    WindowKind.NONE: frozenset[str](),
-    WindowKind.ALL_LAYERS: frozenset({"sliding_window", "layer_types"}),
-    WindowKind.BY_LAYER: frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}),
-}
-_ROPE_KEYS = {
-    "default": frozenset[str](),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-}
+_NULL_COUNTS = frozenset({"attn_softcap", "logit_softcap", "num_kv_heads"})
+"""Fields for which an explicit null says something other than a missing key."""
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "relu": "relu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 10_000
+"""Far more than any model has; what is made for each layer must not exhaust the memory on a damaged number."""
 _INTEGERS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "max_position_embeddings",
@@ -131,62 +130,55 @@ def load_model_config(directory: Path) -> ModelConfig:
         CheckpointError: no or malformed config.json.
         ModelUnsupported: an architecture without a spec, or a setting that is not implemented.
     """
-    raw = _read_json(directory / "config.json")
-    if raw is None:
-        raise CheckpointError(f"{directory} has no config.json; give the directory of a Hugging Face checkpoint")
-    spec = _find_spec(raw)
+    raw = read_config(directory)
+    spec = find_spec(raw)
+    if spec is None:
+        raise ModelUnsupported(
+            f"config.json names the architecture {(raw.get('architectures') or [None])[0]!r}; supported are "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
     _check_keys(raw, spec)
     values = _canonical(raw, spec)
-    vocab_size = values["vocab_size"]
+    windows = read_windows(raw, spec, values["num_layers"])
+    ropes = read_ropes(spec, values, windows)
+    context = served_context(ropes, values)
     return ModelConfig(
         spec=spec,
-        **{name: values[name] for name in _INTEGERS},
+        **{name: values[name] for name in _INTEGERS if name != "max_position_embeddings"},
+        max_position_embeddings=context,
         norm_eps=float(values["norm_eps"]),
         activation=_activation(values["activation"]),
         tie_word_embeddings=bool(values["tie_word_embeddings"]),
-        qkv_bias=_bias(raw, spec.qkv_bias),
-        out_bias=_bias(raw, spec.out_bias),
-        mlp_bias=_bias(raw, spec.mlp_bias),
-        windows=_windows(raw, spec, values["num_layers"]),
-        rope=_rope(raw, values) if spec.position is PositionKind.ROPE else None,
+        qkv_bias=_bias(raw, spec, spec.qkv_bias),
+        out_bias=_bias(raw, spec, spec.out_bias),
+        mlp_bias=_bias(raw, spec, spec.mlp_bias),
+        windows=windows.within(context),
+        ropes=ropes,
         dtype=_dtype(raw),
-        eos_token_ids=_eos_token_ids(directory, raw, vocab_size),
+        eos_token_ids=eos_token_ids(directory, raw, values["vocab_size"]),
+        scale=float(values.get("query_scalar") or values["head_dim"]) ** -0.5,
+        alibi_scale=values["head_dim"] ** -0.5 if values.get("scales_alibi") else 1.0,
+        attn_softcap=float(values.get("attn_softcap") or 0.0),
+        logit_softcap=float(values.get("logit_softcap") or 0.0),
+        embed_dim=0 if values.get("embed_dim") in (None, values["hidden_size"]) else values["embed_dim"],
+        moe=read_experts(values, spec, values["num_layers"]),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
-def _find_spec(raw: dict[str, Any]) -> ArchSpec:
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if name not in ARCHITECTURES:
-        raise ModelUnsupported(
-            f"config.json names the architecture {name!r}; supported are {', '.join(sorted(ARCHITECTURES))}"
-        )
-    return ARCHITECTURES[name]
+def has_spec(directory: Path) -> bool:
+    """Whether the checkpoint's architecture is in our table; raises CheckpointError: it has no config.json."""
+    return find_spec(read_config(directory)) is not None
 
 
 def _check_keys(raw: dict[str, Any], spec: ArchSpec) -> None:
-    known = HARMLESS | spec.harmless | _WINDOW_KEYS[spec.window]
+    known = HARMLESS | spec.harmless | WINDOW_KEYS[spec.window]
     known |= {key for keys in spec.fields.values() for key in keys}
     known |= {choice for choice in (spec.qkv_bias, spec.out_bias, spec.mlp_bias) if isinstance(choice, str)}
     for key, value in raw.items():
-        if value is None or key in known:
-            continue
         if key in spec.required:
-            supported, reason = spec.required[key]
-            if value != supported:
-                raise ModelUnsupported(f"config.json has {key} = {value!r}, supported is {supported!r}: {reason}")
+            _check_required(spec, key, value)
+        elif value is None or key in known:
+            continue
         elif key == "quantization_config":
             raise ModelUnsupported("the checkpoint is quantized (quantization_config); use the unquantized one")
         elif key not in MUST_BE_OFF or value:
@@ -196,36 +188,55 @@ def _check_keys(raw: dict[str, Any], spec: ArchSpec) -> None:
             )
 
 
+def _check_required(spec: ArchSpec, key: str, value: Any) -> None:
+    supported, reason = spec.required[key]
+    choices = supported if isinstance(supported, frozenset) else (supported,)
+    if value is not None and value not in choices:
+        named = " or ".join(sorted(map(repr, choices)))
+        raise ModelUnsupported(f"config.json has {key} = {value!r}, supported is {named}: {reason}")
+
+
 def _canonical(raw: dict[str, Any], spec: ArchSpec) -> dict[str, Any]:
     values: dict[str, Any] = dict(spec.defaults)
     for name, keys in spec.fields.items():
-        for key in keys:
-            if raw.get(key) is not None:
-                values[name] = raw[key]
-                break
+        present = [raw[key] for key in keys if raw.get(key) is not None]
+        if present:
+            values[name] = present[0]
+        elif name in _NULL_COUNTS and any(key in raw for key in keys):
+            values[name] = None
         if name not in values:
             raise CheckpointError(f"config.json lacks {keys[0]}")
-    values["num_kv_heads"] = values["num_kv_heads"] or values["num_heads"]
+    _fill_sizes(spec, values)
     for name in _INTEGERS:
-        if name != "head_dim":
-            _check_positive(spec, name, values[name])
-    if values["head_dim"] is None:
-        if values["hidden_size"] % values["num_heads"]:
-            raise ModelUnsupported(
-                f"hidden size {values['hidden_size']} is not a multiple of the {values['num_heads']} heads"
-            )
-        values["head_dim"] = values["hidden_size"] // values["num_heads"]
-    _check_positive(spec, "head_dim", values["head_dim"])
+        _check_positive(spec, name, values[name])
+    if values["num_layers"] > MAX_LAYERS:
+        raise CheckpointError(f"config.json says {values['num_layers']} layers; at most {MAX_LAYERS} are believed")
     if values["num_heads"] % values["num_kv_heads"]:
         raise ModelUnsupported(
             f"{values['num_heads']} heads cannot be shared by {values['num_kv_heads']} key/value heads"
         )
-    if values.get("word_embed_proj_dim") not in (None, values["hidden_size"]):
-        raise ModelUnsupported(
-            f"config.json has word_embed_proj_dim = {values['word_embed_proj_dim']}, hidden_size = "
-            f"{values['hidden_size']}: projected embeddings (OPT-350m) are not supported; use another size of OPT"
-        )
     return values
+
+
+def _fill_sizes(spec: ArchSpec, values: dict[str, Any]) -> None:
+    """What the published code computes from other sizes where config.json leaves it out."""
+    for name in ("hidden_size", "num_heads"):
+        _check_positive(spec, name, values[name])
+    hidden_size, num_heads = values["hidden_size"], values["num_heads"]
+    if values["num_kv_heads"] is None:
+        values["num_kv_heads"] = num_heads
+    if (doubled := values.get("doubled_intermediate_size")) is not None:
+        _check_positive(spec, "doubled_intermediate_size", doubled)
+        values["intermediate_size"] = doubled // 2
+    if values["intermediate_size"] is None:
+        values["intermediate_size"] = 4 * hidden_size
+    if values.get("head_dim") is None:
+        if hidden_size % num_heads:
+            raise ModelUnsupported(f"hidden size {hidden_size} is not a multiple of the {num_heads} heads")
+        values["head_dim"] = hidden_size // num_heads
+    embed_dim = values.get("embed_dim")
+    if embed_dim:
+        _check_positive(spec, "embed_dim", embed_dim)
 
 
 def _check_positive(spec: ArchSpec, name: str, value: object) -> None:
@@ -234,11 +245,11 @@ def _check_positive(spec: ArchSpec, name: str, value: object) -> None:
         raise CheckpointError(f"config.json has {key} = {value!r}; it must be a positive integer")
 
 
-def _bias(raw: dict[str, Any], choice: bool | str) -> bool:
+def _bias(raw: dict[str, Any], spec: ArchSpec, choice: bool | str) -> bool:
     if isinstance(choice, bool):
         return choice
     value = raw.get(choice)
-    return bool(BIAS_DEFAULTS[choice] if value is None else value)
+    return bool(spec.defaults.get(choice, False) if value is None else value)
 
 
 def _activation(name: object) -> str:
@@ -247,75 +258,8 @@ def _activation(name: object) -> str:
     return _ACTIVATIONS[str(name)]
 
 
-def _windows(raw: dict[str, Any], spec: ArchSpec, num_layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window", DEFAULT_WINDOW)
-    if spec.window is WindowKind.NONE or window is None:
-        return (None,) * num_layers
-    if spec.window is WindowKind.BY_LAYER and not raw.get("use_sliding_window", False):
-        return (None,) * num_layers
-    if not isinstance(window, int) or window <= 0:
-        raise CheckpointError(f"config.json has sliding_window = {window!r}; it must be a positive integer")
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = 0 if spec.window is WindowKind.ALL_LAYERS else raw.get("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise ModelUnsupported(
-            "config.json: layer_types must name full_attention or sliding_attention for each of the "
-            f"{num_layers} layers"
-        )
-    if spec.window is WindowKind.ALL_LAYERS and set(kinds) != {"sliding_attention"}:
-        raise ModelUnsupported(f"config.json: layer_types other than sliding_attention in the {spec.family} family")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _rope(raw: dict[str, Any], values: dict[str, Any]) -> RopeConfig:
-    scaling = dict(values["rope_scaling"] or {})
-    theta = scaling.pop("rope_theta", None) or values["rope_theta"]
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    if kind not in _ROPE_KEYS:
-        raise ModelUnsupported(f"config.json has the rope_type {kind!r}; supported are {', '.join(_ROPE_KEYS)}")
-    if kind == "llama3":
-        scaling.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
-    for key in _ROPE_KEYS[kind] - scaling.keys():
-        raise CheckpointError(f"config.json: rope_type {kind!r} needs {key}")
-    for key in scaling.keys() - _ROPE_KEYS[kind]:
-        # A rotated share below one, or anything newer, changes the text; an explicit 1.0 does not.
-        if not (key == "partial_rotary_factor" and scaling[key] == 1.0):
-            raise ModelUnsupported(f"config.json: {key} = {scaling[key]!r} in the rope settings is not supported")
-    scaling.pop("partial_rotary_factor", None)
-    return RopeConfig(theta=float(theta), kind=kind, **scaling)
-
-
 def _dtype(raw: dict[str, Any]) -> str:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelUnsupported(f"config.json has the dtype {name!r}; supported are {', '.join(_DTYPES)}")
     return name
-
-
-def _eos_token_ids(directory: Path, raw: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Every id that any of the checkpoint's files calls the end: chat tunes often name one in one file only."""
-    generation = _read_json(directory / "generation_config.json") or {}
-    found: list[Any] = []
-    for value in (generation.get("eos_token_id"), raw.get("eos_token_id"), _tokenizer_eos(directory)):
-        found += value if isinstance(value, list) else [value]
-    ids = [v for v in found if isinstance(v, int) and not isinstance(v, bool) and 0 <= v < vocab_size]
-    return tuple(dict.fromkeys(ids))
-
-
-def _tokenizer_eos(directory: Path) -> int | None:
-    settings = _read_json(directory / "tokenizer_config.json") or {}
-    token = settings.get("eos_token")
-    content = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(content, str):
-        return None
-    for token_id, entry in (settings.get("added_tokens_decoder") or {}).items():
-        if isinstance(entry, dict) and entry.get("content") == content and str(token_id).isdecimal():
-            return int(token_id)
-    tokenizer = _read_json(directory / "tokenizer.json") or {}
-    for entry in tokenizer.get("added_tokens") or ():
-        if isinstance(entry, dict) and entry.get("content") == content:
-            return entry.get("id")
-    return None

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mii_zmq.errors import CheckpointError, ModelUnsupported
-from mii_zmq.worker.models.archs import ARCHITECTURES
-from mii_zmq.worker.models.hf_config import load_model_config
-from mii_zmq.worker.models.spec import MlpKind, ModelConfig, PositionKind, Role
+from mii_zmq.worker.models.archs import specs_by_architecture
+from mii_zmq.worker.models.hf_config import has_spec, load_model_config
+from mii_zmq.worker.models.spec import ArchSpec, MlpKind, ModelConfig, PositionKind, QkvKind, ResidualKind, Role
 from tests.worker.models.checkpoints import CONFIGS
 from tests.worker.models.conftest import Checkpoints
+from tests.worker.models.published_configs import PUBLISHED
 
 SMOL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
@@ -38,8 +40,7 @@ def load(directory: Path, raw: dict[str, Any], **files: dict[str, Any]) -> Model
 def test_a_published_llama_config(tmp_path: Path) -> None:
     config = load(tmp_path, SMOL)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
-    assert config.rope is not None
-    assert (config.rope.kind, config.rope.theta) == ("default", 100000.0)
+    assert {(rope.kind, rope.theta, rope.rotary_dim) for rope in config.ropes if rope} == {("default", 100000.0, 64)}
     assert (config.dtype, config.tie_word_embeddings, config.eos_token_ids) == ("bfloat16", True, (2,))
     assert config.windows == (None,) * 30
 
@@ -48,21 +49,23 @@ def test_a_published_llama_config(tmp_path: Path) -> None:
 def test_what_transformers_writes_is_understood(name: str, checkpoints: Checkpoints) -> None:
     directory, model = checkpoints(name)
     config = load_model_config(directory)
-    assert config.vocab_size == model.config.vocab_size
-    assert config.num_heads == model.config.num_attention_heads
+    theirs = model.config.get_text_config()
+    assert config.vocab_size == theirs.vocab_size
+    assert config.num_heads == theirs.num_attention_heads
     assert len(config.windows) == 3
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported are LlamaForCausalLM"),
+        ({"architectures": ["T5Model"]}, "T5Model.*supported are BloomForCausalLM"),
         ({"architectures": []}, "None"),
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"hidden_act": "mish"}, "mish"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}, "mrope"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "mrope_section": [8, 12, 12]}}, "mrope_section"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor",
@@ -86,6 +89,9 @@ def test_settings_that_would_change_the_text_are_refused(tmp_path: Path, changes
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"vocab_size": "many"}, "vocab_size = 'many'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": -2.0}}, "factor = -2.0"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "32 numbers"),
+        ({"rope_scaling": "linear"}, "must be an object"),
     ],
 )
 def test_malformed_numbers(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -110,15 +116,6 @@ def test_auto_map_is_not_executed(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
     load(tmp_path, {**SMOL, "auto_map": {"AutoModelForCausalLM": "evil.Model"}})
     assert not marker.exists()
-
-
-def test_opt_350m_is_refused(tmp_path: Path) -> None:
-    opt = {**CONFIGS["opt"].to_dict(), "architectures": ["OPTForCausalLM"]}
-    load(tmp_path, opt)
-    with pytest.raises(ModelUnsupported, match="OPT-350m"):
-        load(tmp_path, {**opt, "do_layer_norm_before": False})
-    with pytest.raises(ModelUnsupported, match="OPT-350m"):
-        load(tmp_path, {**opt, "word_embed_proj_dim": 24})
 
 
 QWEN2 = {key: value for key, value in SMOL.items() if key not in ("attention_bias", "mlp_bias", "is_llama_config")}
@@ -171,13 +168,181 @@ def test_end_id_from_the_decoder_table(tmp_path: Path) -> None:
     assert load(tmp_path, raw, tokenizer_config=tokenizer).eos_token_ids == (3,)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_spec_names_the_roles_it_needs(architecture: str) -> None:
-    spec = ARCHITECTURES[architecture]
-    needed = {Role.EMBED, Role.FINAL_NORM, Role.HEAD, Role.ATTN_NORM, Role.Q, Role.K, Role.V, Role.O, Role.MLP_NORM}
-    needed |= {Role.UP, Role.DOWN}
-    needed |= {Role.GATE} if spec.mlp is MlpKind.GATED else set()
-    needed |= {Role.Q_NORM, Role.K_NORM} if spec.qk_norm else set()
-    needed |= {Role.POSITIONS} if spec.position is PositionKind.LEARNED else set()
-    assert set(spec.names) == needed
+def all_specs() -> list[ArchSpec]:
+    return [spec for specs in specs_by_architecture().values() for spec in specs]
+
+
+@pytest.mark.parametrize("spec", all_specs(), ids=lambda spec: spec.family)
+def test_every_spec_names_the_roles_it_needs(spec: ArchSpec) -> None:
+    assert {Role.EMBED, Role.HEAD, Role.O} <= set(spec.names)
+    assert spec.has(Role.QKV) == (spec.qkv is not QkvKind.SEPARATE)
+    assert all(spec.has(role) != spec.has(Role.QKV) for role in (Role.Q, Role.K, Role.V))
+    assert spec.has(Role.POSITIONS) == (spec.position is PositionKind.LEARNED)
+    assert spec.has(Role.Q_NORM) == spec.has(Role.K_NORM)
+    assert spec.has(Role.PROJECT_IN) == spec.has(Role.PROJECT_OUT)
+    assert spec.has(Role.ATTN_NORM) or spec.has(Role.ATTN_POST_NORM)
+    assert spec.has(Role.FINAL_NORM) != (spec.residual is ResidualKind.POST_NORM)
+    gate = {Role.GATE, Role.GATE_UP} & set(spec.names)
+    assert bool(gate) == (spec.mlp is MlpKind.GATED and spec.has(Role.DOWN))
+    experts = [spec.has(role) for role in (Role.ROUTER, Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN)]
+    assert len(set(experts)) == 1
+    assert spec.has(Role.DOWN) or spec.has(Role.ROUTER)
     assert len(set(spec.names.values())) == len(spec.names)
+    assert spec.published, "people look for model names"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_understood(name: str, tmp_path: Path) -> None:
+    config = load(tmp_path, PUBLISHED[name])
+    assert has_spec(tmp_path)
+    assert len(config.windows) == len(config.ropes) == config.num_layers
+    assert config.eos_token_ids or name == "qwen-7b"
+
+
+def published(name: str, tmp_path: Path, **changes: Any) -> ModelConfig:
+    return load(tmp_path, {**PUBLISHED[name], **changes})
+
+
+def test_context_counts_what_scaling_adds(tmp_path: Path) -> None:
+    assert published("llama-3.1-8b", tmp_path).max_position_embeddings == 131072
+    assert published("qwen2.5-7b-yarn", tmp_path).max_position_embeddings == 131072
+    assert published("vicuna-7b-16k", tmp_path).max_position_embeddings == 16384
+    assert published("phi-4-mini", tmp_path).max_position_embeddings == 131072
+    assert published("gemma-3-4b", tmp_path).max_position_embeddings == 131072
+    assert published("qwen-7b", tmp_path).max_position_embeddings == 8192, "beyond it the first Qwen scales"
+    assert published("bloom-560m", tmp_path).max_position_embeddings == 2048
+    assert published("bloom-560m", tmp_path, seq_length=4096).max_position_embeddings == 4096
+    dynamic = published(
+        "llama-3.1-8b", tmp_path, max_position_embeddings=4096, rope_scaling={"type": "dynamic", "factor": 2.0}
+    )
+    assert (dynamic.max_position_embeddings, dynamic.rope_border) == (8192, 4096)
+
+
+def test_longrope_and_partial_rotation(tmp_path: Path) -> None:
+    config = published("phi-4-mini", tmp_path)
+    rope = config.ropes[0]
+    assert rope is not None
+    assert (rope.kind, rope.rotary_dim, len(rope.long_factors), config.rope_border) == ("longrope", 96, 48, 4096)
+    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    assert config.windows == (None,) * 32, "a window wider than the context is none"
+    phi = published("phi-2", tmp_path)
+    assert {rope.rotary_dim for rope in phi.ropes if rope} == {32}
+    assert {rope.rotary_dim for rope in published("gpt-neox-20b", tmp_path).ropes if rope} == {24}
+    assert {rope.rotary_dim for rope in published("gpt-j-6b", tmp_path).ropes if rope} == {64}
+    su = {**PUBLISHED["phi-4-mini"]["rope_scaling"], "type": "su"}
+    assert published("phi-4-mini", tmp_path, rope_scaling=su).ropes == config.ropes
+
+
+def test_yarn_attention_factors(tmp_path: Path) -> None:
+    def factor(**settings: Any) -> float:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, **settings}
+        rope = published("qwen2.5-7b-yarn", tmp_path, rope_scaling=scaling).ropes[0]
+        assert rope is not None
+        return rope.attention_factor
+
+    assert factor() == pytest.approx(0.1 * math.log(4) + 1)
+    assert factor(attention_factor=1.7) == 1.7
+    assert factor(mscale=0.5, mscale_all_dim=0.5) == pytest.approx(1.0)
+    assert factor(factor=0.5) == 1.0
+
+
+def test_layers_with_windows_and_rotation(tmp_path: Path) -> None:
+    gemma3 = published("gemma-3-1b", tmp_path)
+    assert gemma3.windows[:7] == (512, 512, 512, 512, 512, None, 512)
+    assert [rope.theta for rope in gemma3.ropes[4:7] if rope] == [10000.0, 1000000.0, 10000.0]
+    larger = published("gemma-3-4b", tmp_path)
+    assert [(rope.kind, rope.factor) for rope in larger.ropes[4:6] if rope] == [("default", 1.0), ("linear", 8.0)]
+    assert (larger.num_heads, larger.head_dim, larger.vocab_size) == (8, 256, 262208)
+    assert published("gemma-2-9b", tmp_path).windows[:3] == (4096, None, 4096)
+    exaone = published("exaone-4.0-32b", tmp_path)
+    assert exaone.windows[:5] == (4096, 4096, 4096, None, 4096)
+    assert [rope is None for rope in exaone.ropes[:5]] == [False, False, False, True, False]
+    whole = published("exaone-4.0-32b", tmp_path, sliding_window=None, sliding_window_pattern=None)
+    assert None not in whole.ropes
+    assert set(whole.windows) == {None}
+    assert published("phi-3-mini-4k", tmp_path).windows == (2047,) * 32
+
+
+def test_scales_and_soft_caps(tmp_path: Path) -> None:
+    gemma2 = published("gemma-2-9b", tmp_path, query_pre_attn_scalar=144, attn_logit_softcapping=None)
+    assert (gemma2.scale, gemma2.attn_softcap, gemma2.logit_softcap) == (1 / 12, 0.0, 30.0)
+    missing = {k: v for k, v in PUBLISHED["gemma-2-9b"].items() if k != "attn_logit_softcapping"}
+    assert load(tmp_path, missing).attn_softcap == 50.0
+    assert published("gemma-3-1b", tmp_path).logit_softcap == 0.0
+    assert published("falcon-rw-1b", tmp_path).alibi_scale == 64**-0.5
+    assert published("bloom-560m", tmp_path).alibi_scale == 1.0
+    assert published("llama-3.1-8b", tmp_path).scale == 128**-0.5
+
+
+def test_layouts_of_one_class(tmp_path: Path) -> None:
+    configs = {size: published(f"falcon-{size}", tmp_path) for size in ("7b", "40b", "11b", "rw-1b")}
+    assert {size: config.num_kv_heads for size, config in configs.items()} == {"7b": 1, "40b": 8, "11b": 8, "rw-1b": 32}
+    assert [config.spec.qkv for config in configs.values()] == [QkvKind.STACKED, *[QkvKind.GROUPED] * 3]
+    assert [config.spec.has(Role.MLP_NORM) for config in configs.values()] == [False, True, False, True]
+    assert [config.spec.residual is ResidualKind.PARALLEL for config in configs.values()] == [True, True, True, False]
+    assert [config.tie_word_embeddings for config in configs.values()] == [True, True, False, True]
+    opt = published("opt-350m", tmp_path)
+    assert (opt.embed_dim, opt.spec.residual, opt.spec.has(Role.FINAL_NORM)) == (512, ResidualKind.POST_NORM, False)
+    assert published("opt-350m", tmp_path, word_embed_proj_dim=1024).embed_dim == 0
+    assert published("gpt-neox-20b", tmp_path, use_parallel_residual=False).spec.residual is ResidualKind.SEQUENTIAL
+
+
+def test_experts(tmp_path: Path) -> None:
+    mixtral = published("mixtral-8x7b", tmp_path).moe
+    assert mixtral is not None
+    assert (mixtral.num_experts, mixtral.top_k, mixtral.intermediate_size, mixtral.renormalise) == (8, 2, 14336, True)
+    qwen2 = published(
+        "qwen1.5-moe-a2.7b", tmp_path, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]
+    ).moe
+    assert qwen2 is not None
+    assert (qwen2.shared_intermediate_size, qwen2.renormalise) == (5632, False)
+    assert qwen2.layers == (False, True, False, False, False, True)
+    qwen3 = published("qwen3-30b-a3b", tmp_path).moe
+    assert qwen3 is not None
+    assert (qwen3.num_experts, qwen3.top_k, qwen3.intermediate_size, qwen3.renormalise) == (128, 8, 768, True)
+    with pytest.raises(CheckpointError, match="9 of 8 experts"):
+        published("mixtral-8x7b", tmp_path, num_experts_per_tok=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("phi-2", {"qk_layernorm": True}, "qk_layernorm"),
+        ("phi-4-mini", {"full_attn_mod": 2}, "full_attn_mod"),
+        ("gemma-2b", {"hidden_act": "silu"}, "'gelu' or 'gelu_pytorch_tanh'"),
+        ("gemma-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("bloom-560m", {"apply_residual_connection_post_layernorm": True}, "normed stream"),
+        ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+        ("falcon-40b", {"parallel_attn": False}, "parallel_attn"),
+        ("qwen-7b", {"no_bias": False}, "no_bias"),
+        ("qwen-7b", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ("qwen1.5-moe-a2.7b", {"use_sliding_window": True}, "use_sliding_window"),
+        ("llama-3.1-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama-3.1-8b", {"rope_parameters": {"full_attention": {}, "factor": 2}, "rope_scaling": None}, "beside"),
+        ("gpt-j-6b", {"rotary_dim": 33}, "33 rotated elements"),
+        ("exaone-4.0-32b", {"layer_types": ["full_attention"]}, "64 layers"),
+    ],
+)
+def test_settings_of_families_that_are_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelUnsupported, match=message):
+        published(name, tmp_path, **changes)
+
+
+def test_chat_turns_of_the_first_qwen_end_texts(tmp_path: Path) -> None:
+    files = {"generation_config": {"chat_format": "chatml", "eos_token_id": 151643}}
+    assert load(tmp_path, PUBLISHED["qwen-7b"], **files).eos_token_ids == (151643, 151644, 151645)
+    files = {"generation_config": {"chat_format": "raw", "eos_token_id": 151643}}
+    assert load(tmp_path, PUBLISHED["qwen-7b"], **files).eos_token_ids == (151643,)
+
+
+def test_an_architecture_without_a_spec(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GraniteForCausalLM"]}))
+    assert not has_spec(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        has_spec(tmp_path / "nowhere")

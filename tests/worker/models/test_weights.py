@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from mii_zmq.errors import CheckpointError, ModelUnsupported
 from mii_zmq.worker.models.hf_config import load_model_config
-from mii_zmq.worker.models.weights import DecoderWeights, load_weights
+from mii_zmq.worker.models.model_weights import DecoderWeights
+from mii_zmq.worker.models.random_weights import SHAPES
+from mii_zmq.worker.models.shard import Shard
+from mii_zmq.worker.models.weights import load_weights
 from mii_zmq.worker.parallel import RankInfo
 from tests.worker.models.checkpoints import make_checkpoint
 from tests.worker.models.conftest import Checkpoints
@@ -80,14 +84,6 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     assert shares[-1] == 1.0
 
 
-def test_missing_shard(tmp_path: Path) -> None:
-    make_checkpoint("qwen3", tmp_path, max_shard_size="40KB")
-    victim = sorted(tmp_path.glob("*.safetensors"))[1]
-    victim.unlink()
-    with pytest.raises(CheckpointError, match=victim.name):
-        load(tmp_path)
-
-
 def test_missing_tensor(editable: Callable[..., Path]) -> None:
     directory = editable(lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors, e\.g\. layers\.2\.mlp\.up_proj\.weight"):
@@ -129,33 +125,6 @@ def test_names_without_the_prefix(editable: Callable[..., Path]) -> None:
     assert load(editable(strip)).embed.shape == (131, 48)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 60, 4000, -7])
-def test_truncated_file(editable: Callable[..., Path], keep: int) -> None:
-    directory = editable(lambda tensors: None)
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match="download it again"):
-        load(directory)
-
-
-def test_header_length_beyond_reason(editable: Callable[..., Path]) -> None:
-    directory = editable(lambda tensors: None)
-    path = directory / "model.safetensors"
-    path.write_bytes((2**60).to_bytes(8, "little") + path.read_bytes()[8:])
-    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
-        load(directory)
-
-
-def test_pickled_weights_only(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    source, _ = checkpoints("llama")
-    shutil.copy(source / "config.json", tmp_path)
-    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
-        load(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
-    with pytest.raises(CheckpointError, match="save_pretrained"):
-        load(tmp_path)
-
-
 def test_several_files_without_an_index(editable: Callable[..., Path]) -> None:
     directory = editable(lambda tensors: None)
     (directory / "model.safetensors").rename(directory / "a.safetensors")
@@ -165,46 +134,181 @@ def test_several_files_without_an_index(editable: Callable[..., Path]) -> None:
         load(directory)
 
 
-@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": 3}'])
-def test_malformed_index(editable: Callable[..., Path], index: str) -> None:
-    directory = editable(lambda tensors: None)
-    (directory / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match="index"):
-        load(directory)
+def share(matrix: torch.Tensor, span: tuple[int, int], unit: int = 1, dim: int = 0) -> torch.Tensor:
+    return matrix.narrow(dim, span[0] * unit, (span[1] - span[0]) * unit)
 
 
-def test_a_tensor_in_two_shards(editable: Callable[..., Path]) -> None:
-    directory = editable(lambda tensors: None)
-    shutil.copy(directory / "model.safetensors", directory / "other.safetensors")
-    index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="already loaded"):
-        load(directory)
+RANKED = [
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "bloom",
+    "falcon_7b",
+    "falcon_40b",
+    "gemma3",
+    "gptj",
+    "opt_350m",
+]
 
 
-def test_an_index_cannot_leave_the_directory(editable: Callable[..., Path]) -> None:
-    directory = editable(lambda tensors: None)
-    index = {"weight_map": {"a": "../../elsewhere.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"lacks elsewhere\.safetensors"):
-        load(directory)
-
-
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_two_ranks_hold_the_whole(checkpoints: Checkpoints, name: str) -> None:
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in RANKED), ("falcon_40b", 6), ("phi3", 6)])
+def test_each_rank_holds_its_part(checkpoints: Checkpoints, name: str, size: int) -> None:
+    """Of all layouts of q, k and v, with biases; key/value heads are repeated where ranks outnumber them."""
     directory, _ = checkpoints(name)
+    config = load_model_config(directory)
     whole = load(directory)
-    parts = [load(directory, RankInfo(rank, 2)) for rank in range(2)]
-    for layer, (a, b) in zip(whole.layers, zip(parts[0].layers, parts[1].layers, strict=True), strict=True):
-        head_dim, num_q = layer.qkv.weight.shape[0] // 10, 6
-        q, k, v = layer.qkv.weight.split([num_q * head_dim, 2 * head_dim, 2 * head_dim])
-        for part, index in ((a, 0), (b, 1)):
-            expected = torch.cat([m.chunk(2)[index] for m in (q, k, v)])
-            assert torch.equal(part.qkv.weight, expected)
-            gate, up = layer.up.weight.chunk(2)
-            assert torch.equal(part.up.weight, torch.cat([gate.chunk(2)[index], up.chunk(2)[index]]))
-            assert torch.equal(part.out.weight, layer.out.weight.chunk(2, dim=1)[index])
-            assert torch.equal(part.down.weight, layer.down.weight.chunk(2, dim=1)[index])
+    width, (num_q, num_kv) = config.head_dim, (config.num_heads, config.num_kv_heads)
+    for rank in range(size):
+        info = RankInfo(rank, size)
+        shard, part = Shard.of(config, info), load(directory, info)
+        spans = (shard.heads, shard.kv_heads, shard.kv_heads)
+        for layer, mine in zip(whole.layers, part.layers, strict=True):
+            for has, got in ((layer.qkv.weight, mine.qkv.weight), (layer.qkv.bias, mine.qkv.bias)):
+                if has is not None:
+                    heads = has.split([num_q * width, num_kv * width, num_kv * width])
+                    expected = [share(m, span, width) for m, span in zip(heads, spans, strict=True)]
+                    assert torch.equal(got, torch.cat(expected))
+            assert torch.equal(mine.out.weight, share(layer.out.weight, shard.heads, width, dim=1))
+            parts = layer.up.weight.split(config.intermediate_size)
+            assert torch.equal(mine.up.weight, torch.cat([share(m, shard.channels) for m in parts]))
+            assert torch.equal(mine.down.weight, share(layer.down.weight, shard.channels, dim=1))
+            for has, got in ((layer.out.bias, mine.out.bias), (layer.down.bias, mine.down.bias)):
+                assert got is None if rank or has is None else torch.equal(got, has)
+            if layer.qk_norm is not None:
+                q_norm, k_norm = layer.qk_norm.split([num_q, num_kv])
+                expected = [share(q_norm, shard.heads), share(k_norm, shard.kv_heads)]
+                assert torch.equal(mine.qk_norm, torch.cat(expected))
+        assert torch.equal(part.embed, whole.embed)
+        if whole.head is not None:
+            assert torch.equal(part.head.weight, share(whole.head.weight, shard.vocab))
+            if whole.head.bias is not None:
+                assert torch.equal(part.head.bias, share(whole.head.bias, shard.vocab))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe_dense_layer", "qwen3_moe"])
+def test_experts_of_each_rank(checkpoints: Checkpoints, name: str) -> None:
+    directory, model = checkpoints(name)
+    config = load_model_config(directory)
+    whole = load(directory)
+    for layer, weights in enumerate(whole.layers):
+        if not config.moe.layers[layer]:
+            assert weights.moe is None
+            assert torch.equal(weights.down.weight, model.model.layers[layer].mlp.down_proj.weight)
+            continue
+        experts = model.model.layers[layer].mlp.experts
+        assert weights.up is None
+        assert torch.equal(weights.moe.up, experts.gate_up_proj)
+        assert torch.equal(weights.moe.down, experts.down_proj)
+    held = 0
+    for rank in range(2):
+        shard, part = Shard.of(config, RankInfo(rank, 2)), load(directory, RankInfo(rank, 2))
+        mine, moe = part.layers[0].moe, whole.layers[0].moe
+        assert mine.first_expert == shard.experts[0]
+        assert torch.equal(mine.up, share(moe.up, shard.experts))
+        assert torch.equal(mine.down, share(moe.down, shard.experts))
+        assert torch.equal(mine.router, moe.router)
+        held += len(mine.up)
+        if moe.shared_up is not None:
+            gate, up = moe.shared_up.chunk(2)
+            assert torch.equal(mine.shared_up, torch.cat([share(m, shard.shared_channels) for m in (gate, up)]))
+            assert torch.equal(mine.shared_down, share(moe.shared_down, shard.shared_channels, dim=1))
+            assert torch.equal(mine.shared_switch, moe.shared_switch)
+    assert held == config.moe.num_experts
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe_dense_layer", "qwen3_moe"])
+def test_stacked_experts(checkpoints: Checkpoints, tmp_path: Path, name: str) -> None:
+    directory, model = checkpoints(name)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names)
+    for rank in (RankInfo(), RankInfo(1, 2)):
+        one_by_one, stacked = load(directory, rank), load(tmp_path, rank)
+        for a, b in zip(one_by_one.layers, stacked.layers, strict=True):
+            assert a.moe is None or torch.equal(a.moe.up, b.moe.up)
+            assert a.moe is None or torch.equal(a.moe.down, b.moe.down)
+            assert a.moe is None or torch.equal(a.moe.router, b.moe.router)
+
+
+def test_experts_both_ways_or_not_at_all(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    directory, model = checkpoints("qwen3_moe")
+    model.save_pretrained(tmp_path, save_original_format=False)
+    stacked = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    save_file({**stacked, name: torch.zeros(48, 24)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds \S+ and \S+, which are the same"):
+        load(tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    for rank in (RankInfo(0, 2), RankInfo(1, 2)):
+        with pytest.raises(CheckpointError, match=r"lacks 1 tensors, e\.g\. layers\.1\.mlp\.experts\.3\.down_proj"):
+            load(tmp_path, rank)
+
+
+def test_norms_with_an_offset_are_exact(checkpoints: Checkpoints) -> None:
+    directory, model = checkpoints("gemma3")
+    weights = load(directory, dtype=torch.bfloat16)
+    norm = weights.layers[1].mlp_post_norm.weight
+    assert norm.dtype is torch.float32
+    assert torch.equal(norm, model.model.layers[1].post_feedforward_layernorm.weight + 1)
+    assert weights.layers[1].qk_norm.dtype is torch.float32
+    assert weights.embed.dtype is torch.bfloat16
+
+
+def test_a_partly_rotated_head(checkpoints: Checkpoints) -> None:
+    directory, model = checkpoints("gpt_neox")
+    fused = model.gpt_neox.layers[0].attention.query_key_value.weight.view(6, 3, 8, 48)
+    head = load(directory).layers[0].qkv.weight[8:16]
+    assert torch.equal(head[0:4:2], fused[1, 0, :2])
+    assert torch.equal(head[1:4:2], fused[1, 0, 2:4])
+    assert torch.equal(head[4:], fused[1, 0, 4:])
+
+
+def test_adjacent_pairs_stay_where_they_are(checkpoints: Checkpoints) -> None:
+    directory, model = checkpoints("gptj")
+    assert torch.equal(load(directory).layers[0].qkv.weight[:48], model.transformer.h[0].attn.q_proj.weight)
+
+
+def test_a_tied_head_with_a_bias(checkpoints: Checkpoints) -> None:
+    directory, model = checkpoints("gptj")
+    config = replace(load_model_config(directory), tie_word_embeddings=True)
+    weights = load_weights(directory, config, torch.float32, CPU, RankInfo(1, 2))
+    assert torch.equal(weights.head.weight, weights.embed[66:])
+    assert torch.equal(weights.head.bias, model.lm_head.bias[66:])
+
+
+def test_masks_of_any_dtype_are_left_out(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    directory, _ = checkpoints("gpt2")
+    shutil.copytree(directory, tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / "model.safetensors")
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    save_file(tensors, tmp_path / "copy" / "model.safetensors")
+    assert len(load(tmp_path / "copy").layers) == 3
+
+
+def test_progress_counts_bytes(checkpoints: Checkpoints) -> None:
+    directory, _ = checkpoints("llama")
+    config = load_model_config(directory)
+    shares: list[float] = []
+    load_weights(directory, config, torch.float32, CPU, progress=lambda text, done: shares.append(done))
+    assert len(shares) > 10
+    assert all(b - a >= 1 / 250 for a, b in pairwise(shares[:-1]))
+    assert shares[-1] == 1.0
+
+
+def test_large_tensors(tmp_path: Path) -> None:
+    """Those of 2 MiB and more lie in memory of their own."""
+    config = replace(SHAPES["tiny"], vocab_size=4096, num_layers=0, windows=(), ropes=(), tie_word_embeddings=True)
+    embed = torch.randn(4096, 256)
+    save_file(
+        {"model.embed_tokens.weight": embed, "model.norm.weight": torch.ones(256)}, tmp_path / "model.safetensors"
+    )
+    weights = load_weights(tmp_path, config, torch.bfloat16, CPU)
+    assert torch.equal(weights.embed, embed.bfloat16())
+    weights.embed[0] = 0  # It is ordinary memory.
 
 
 def test_heads_that_ranks_cannot_share(checkpoints: Checkpoints) -> None:

@@ -33,7 +33,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from mii_zmq.config import EngineConfig
 from mii_zmq.worker.core import EngineCore
-from mii_zmq.worker.executor import load_executor
+from mii_zmq.worker.loading import load_executor
 from mii_zmq.worker.models.demo_model import resolve_model
 from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
 

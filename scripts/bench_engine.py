@@ -2,272 +2,207 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the engine on a GPU, offline: scheduler, executor and kernels as a worker runs them, without sockets.
 
-    python scripts/bench_engine.py --random-weights 8B decode prefill mix2600 mix1200
-    python scripts/bench_engine.py --random-weights 0.6B nano --token-budget 8192
+    python scripts/bench_engine.py decode prefill mix2600 mix1200 sampling timeline
+    python scripts/bench_engine.py --random-weights 0.6B nano
+    python scripts/bench_engine.py start            # process start to ready, kernels compiled anew and cached
+    python scripts/bench_engine.py deterministic    # what the deterministic mode costs, in turns with the ordinary one
 
-One JSON line per figure. Weights are random (`--random-weights`) and outputs are not cut short, so only shapes and
-lengths count. Prefix cache off and 256 sequences; everything else as the worker has it.
+One JSON line per figure, medians of `--repeat` runs. Weights are random and outputs are not cut short, so only shapes
+and lengths count. Prefix cache off and 256 sequences; everything else as the worker has it. `--dry-run` runs the same
+requests through the fake executor, on any machine: its times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
-import os
-import random
-import statistics
-import time
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from bench_modes import bench_deterministic, bench_start, process_age
+from bench_setup import Bench, decode_floor_ms
+from kernel_timeline import Record, kernel_times, timeline
+from measured_engine import GREEDY, MEANS, MeasuredEngine, Sizes, lengths, medians, ratio, rounded
+from sampling_mixes import MIXED
 
-from mii_zmq.config import EngineConfig
-from mii_zmq.worker.core import EngineCore
-from mii_zmq.worker.cuda_executor import CudaExecutor
-from mii_zmq.worker.cuda_load import build_cuda_executor
-from mii_zmq.worker.models.random_weights import random_weights, shape_config
-from mii_zmq.worker.plan import EngineLimits, SequenceRequest, StepPlan
+from mii_zmq.worker.cuda_load import TOKEN_BUDGET
+from mii_zmq.worker.models.random_weights import SHAPES
+from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
 
-Prompt = tuple[list[int], int]
-"""Token ids and how many tokens to produce."""
-
-MEANS = {"mix2600": (2600, 60), "mix1200": (1200, 128)}
 DECODE_BATCHES = (1, 8, 32, 64, 128, 256)
 PREFILLS = ((2048, 1), (2048, 8), (8192, 1), (8192, 4))
-TESTS = ("decode", "prefill", *MEANS, "nano")
+TIMELINE_BATCH, TIMELINE_STEPS = 64, 50
+MIX_STEP = 80
+"""Of mix2600: prompts still come, and many sequences decode."""
+Result = dict[str, Any]
+Results = Iterator[Result]
 
 
-def lengths(name: str, num_requests: int = 256, seed: int = 0) -> list[tuple[int, int]]:
-    """(prompt tokens, output tokens) of each request of a workload, all of which arrive at once."""
-    draw = random.Random(seed + 1)
-    if name == "nano":
-        prompts = [draw.randint(100, 1024) for _ in range(num_requests)]
-        return list(zip(prompts, [draw.randint(100, 1024) for _ in range(num_requests)], strict=True))
-
-    def clipped(mean: int) -> int:
-        return max(1, min(8000, round(draw.gauss(mean, 0.3 * mean))))
-
-    prompts = [clipped(MEANS[name][0]) for _ in range(num_requests)]
-    return list(zip(prompts, [clipped(MEANS[name][1]) for _ in range(num_requests)], strict=True))
+def measure(engine: MeasuredEngine, sizes: Sizes, repeat: int) -> dict[str, float]:
+    return medians([engine.run(sizes) for _ in range(repeat)])
 
 
-class TimedExecutor:
-    """An executor that adds up the time its caller spends in `submit`."""
-
-    def __init__(self, executor: CudaExecutor) -> None:
-        self.limits: EngineLimits = executor.limits
-        self.seconds: list[float] = []
-        self._executor = executor
-
-    def submit(self, plan: StepPlan) -> Any:
-        begin = time.perf_counter()
-        pending = self._executor.submit(plan)
-        self.seconds.append(time.perf_counter() - begin)
-        return pending
-
-    def close(self) -> None:
-        self._executor.close()
-
-
-class Engine:
-    """An engine that is measured."""
-
-    def __init__(self, executor: CudaExecutor) -> None:
-        self.timed = TimedExecutor(executor)
-        self.vocab_size = executor.limits.vocab_size
-        self.core = EngineCore(self.timed, model="bench", prefix_cache=False)
-        self.plan_seconds: list[float] = []
-        self._plan = self.core.scheduler.plan
-        self.core.scheduler.plan = self._timed_plan  # type: ignore[method-assign]
-        self._ids = iter(range(1 << 60))
-        self._random = random.Random(0)
-
-    def _timed_plan(self, now: float) -> StepPlan | None:
-        begin = time.perf_counter()
-        plan = self._plan(now)
-        self.plan_seconds.append(time.perf_counter() - begin)
-        return plan
-
-    def prompts(self, sizes: list[tuple[int, int]]) -> list[Prompt]:
-        draw = self._random
-        return [([draw.randrange(10, self.vocab_size) for _ in range(p)], o) for p, o in sizes]
-
-    def start(self, prompts: list[Prompt]) -> None:
-        for token_ids, num_outputs in prompts:
-            self.core.add(SequenceRequest(next(self._ids), token_ids, num_outputs))
-
-    def steps(self) -> Iterator[tuple[float, int, int]]:
-        """(time, tokens, ends) after each step, until idle."""
-        while self.core.has_work:
-            outputs = self.core.step()
-            tokens = sum(len(output.token_ids) for output in outputs)
-            bad = [output.error for output in outputs if output.finish_reason not in (None, "length")]
-            if bad:
-                raise SystemExit(f"a sequence failed: {bad[0]}")
-            yield time.perf_counter(), tokens, sum(output.finish_reason is not None for output in outputs)
-
-    def run(self, prompts: list[Prompt]) -> dict[str, float]:
-        """Run to the end; seconds in all, and per step while every sequence decodes."""
-        self.plan_seconds.clear()
-        self.timed.seconds.clear()
-        gc.collect()
-        begin = time.perf_counter()
-        self.start(prompts)
-        stamps = list(self.steps())
-        full = [stamp for stamp, tokens, ends in stamps if tokens == len(prompts) and not ends]
-        produced = sum(tokens for _, tokens, _ in stamps)
-        if produced != sum(outputs for _, outputs in prompts):
-            raise SystemExit(f"{produced} tokens came, {sum(outputs for _, outputs in prompts)} were asked for")
-        host = [plan + submit for plan, submit in zip(self.plan_seconds, self.timed.seconds, strict=False)]
-        return {
-            "seconds": stamps[-1][0] - begin,
-            "steps": len(self.timed.seconds),
-            "full_step_ms": 1e3 * (full[-1] - full[0]) / (len(full) - 1) if len(full) > 2 else 0.0,
-            "plan_ms": 1e3 * statistics.median(self.plan_seconds),
-            "host_ms": 1e3 * statistics.median(host),
-        }
-
-
-def measure(engine: Engine, sizes: list[tuple[int, int]], repeat: int) -> dict[str, float]:
-    """Median of each figure over `repeat` runs with fresh prompts, after the caller warmed up."""
-    runs = [engine.run(engine.prompts(sizes)) for _ in range(repeat)]
-    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-
-
-def bench_decode(engine: Engine, repeat: int, batches: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    for batch in batches:
-        engine.run(engine.prompts([(512, 4)] * batch))
-        long = measure(engine, [(512, 128)] * batch, repeat)
-        short = measure(engine, [(512, 1)] * batch, repeat)
-        step_ms = 1e3 * (long["seconds"] - short["seconds"]) / 127
+def bench_decode(engine: MeasuredEngine, bench: Bench) -> Results:
+    for batch in bench.args.batches:
+        engine.run([(512, 4)] * batch)
+        figures = medians([engine.run_decode(batch, 128) for _ in range(bench.args.repeat)])
+        floor_ms = decode_floor_ms(bench.config, batch, 512 + 64)
         yield {
-            "test": "decode", "batch": batch, "ms_per_step": round(step_ms, 3),
-            "tokens_per_s": round(1e3 * batch / step_ms), "full_step_ms": round(long["full_step_ms"], 3),
-            "host_ms": round(long["host_ms"], 3), "plan_ms": round(long["plan_ms"], 3),
+            "test": "decode", "batch": batch, "tokens_per_s": round(1e3 * batch / figures["ms_per_step"]),
+            "floor_ms": round(floor_ms, 3), "times_floor": round(figures["ms_per_step"] / floor_ms, 3),
+            **rounded(figures, "ms_per_step", "full_step_ms", "host_ms", "plan_ms"),
         }  # fmt: skip
 
 
-def bench_prefill(engine: Engine, repeat: int) -> Iterator[dict[str, Any]]:
+def bench_prefill(engine: MeasuredEngine, bench: Bench) -> Results:
     for size, count in PREFILLS:
-        engine.run(engine.prompts([(size, 1)] * count))
-        figures = measure(engine, [(size, 1)] * count, repeat)
+        engine.run([(size, 1)] * count)
+        figures = measure(engine, [(size, 1)] * count, bench.args.repeat)
         yield {
             "test": f"prefill {size}x{count}", "tokens_per_s": round(size * count / figures["seconds"]),
-            "seconds": round(figures["seconds"], 4), "steps": figures["steps"], "host_ms": round(figures["host_ms"], 3),
+            "steps": figures["steps"], **rounded(figures, "seconds", "host_ms", digits=4),
         }  # fmt: skip
 
 
-def bench_workload(engine: Engine, repeat: int, name: str) -> Iterator[dict[str, Any]]:
+def bench_workload(name: str, engine: MeasuredEngine, bench: Bench) -> Results:
     sizes = lengths(name)
-    engine.run(engine.prompts([(prompt, min(output, 8)) for prompt, output in sizes[:64]]))
-    figures = measure(engine, sizes, repeat)
+    engine.run([(prompt, min(output, 8)) for prompt, output in sizes[:64]])
+    figures = measure(engine, sizes, bench.args.repeat)
     seconds = figures["seconds"]
     yield {
-        "test": name, "seconds": round(seconds, 3), "requests_per_s": round(len(sizes) / seconds, 2),
+        "test": name, "requests_per_s": round(len(sizes) / seconds, 2),
         "output_tokens_per_s": round(sum(output for _, output in sizes) / seconds),
         "total_tokens_per_s": round(sum(prompt + output for prompt, output in sizes) / seconds),
-        "steps": figures["steps"], "host_ms": round(figures["host_ms"], 3), "plan_ms": round(figures["plan_ms"], 3),
+        "steps": figures["steps"], **rounded(figures, "seconds", "host_ms", "plan_ms"),
     }  # fmt: skip
 
 
-def bench_profile(
-    engine: Engine, batches: tuple[int, ...], num_layers: int, num_steps: int = 20
-) -> Iterator[dict[str, Any]]:
-    """Device time per step by kernel while all sequences decode, and the share of time the device is idle."""
-    for batch in batches:
-        engine.run(engine.prompts([(512, 4)] * batch))
-        engine.start(engine.prompts([(512, 100)] * batch))
-        steps = engine.steps()
-        while next(steps)[1] < batch:
-            pass
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(num_steps):
-                next(steps)
-            torch.cuda.synchronize()
-        events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
-        spans = sorted((event.time_range.start, event.time_range.end) for event in events)
-        busy, end = 0.0, spans[0][0]
-        for begin, stop in spans:
-            busy += max(0.0, stop - max(begin, end))
-            end = max(end, stop)
-        totals: dict[str, list[float]] = {}
-        linear = count = 0
-        for event in sorted(events, key=lambda event: event.time_range.start):
-            name = event.name[:60]
-            if name.startswith("batch_inputs"):
-                linear, count = 0, count + 1
-            if name.startswith(("gemv", "skinny")):
-                # The order of every layer's linears; the head is the last.
-                name += (" qkv", " out", " up", " down")[linear % 4] if linear < 4 * num_layers else " head"
-                linear += 1
-            entry = totals.setdefault(name, [0.0, 0])
-            entry[0] += event.time_range.end - event.time_range.start
-            entry[1] += 1
-        top = sorted(totals.items(), key=lambda item: -item[1][0])[:16]
-        yield {
-            "test": "profile", "batch": batch, "span_ms": round((end - spans[0][0]) / 1e3 / count, 3),
-            "busy_share": round(busy / (end - spans[0][0]), 4),
-            "kernels_us_per_step": {name: [round(t / count, 1), round(n / count, 1)] for name, (t, n) in top},
-        }  # fmt: skip
-        for _ in steps:
-            pass
+def bench_sampling(engine: MeasuredEngine, bench: Bench, batch: int = 64) -> Results:
+    """Mixed sampling settings against all greedy, in turns."""
+    mixes = {"greedy": MIXED[:1], "mixed": MIXED}
+    for specs in mixes.values():
+        engine.run([(512, 4)] * batch, specs)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in mixes}
+    for _ in range(bench.args.repeat):
+        for name, specs in mixes.items():
+            runs[name].append(engine.run_decode(batch, 128, specs))
+    figures = {name: medians(found) for name, found in runs.items()}
+    yield {
+        "test": "sampling", "batch": batch, "ratio": ratio(runs["mixed"], runs["greedy"], "full_step_ms"),
+        "ratio_of_runs": ratio(runs["mixed"], runs["greedy"], "ms_per_step"),
+        **{name: rounded(found, "full_step_ms", "ms_per_step", "host_ms") for name, found in figures.items()},
+    }  # fmt: skip
 
 
-def process_age() -> float:
-    """Seconds since this process began."""
-    ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[19])
-    uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+def bench_timeline(engine: MeasuredEngine, bench: Bench) -> Results:
+    """Idle shares over 50 steps at batch 64; what the kernels of a mixed batch and of a workload's steps take."""
+    records = decode_records(engine, bench, TIMELINE_BATCH, TIMELINE_STEPS)
+    yield {"test": "timeline", "batch": TIMELINE_BATCH, **timeline(records)}
+    records = decode_records(engine, bench, TIMELINE_BATCH, 10, MIXED)
+    yield {"test": "profile mixed sampling", "batch": TIMELINE_BATCH, **profile(records)}
+    requests = engine.requests(lengths("mix2600"))
+    records = step_records(engine, bench, requests, 8, lambda index, tokens: index == MIX_STEP)
+    yield {"test": "profile mix2600", **profile(records)}
 
 
-def make_executor(args: argparse.Namespace, **fields: Any) -> CudaExecutor:
-    config = shape_config(args.random_weights)
-    engine_config = EngineConfig(
-        model=f"random:{args.random_weights}", token_budget=args.token_budget, max_sequences=256,
-        gpu_memory_fraction=args.gpu_memory_fraction, deterministic=args.deterministic, **fields,
-    )  # fmt: skip
-    weights = random_weights(config, torch.bfloat16, torch.device("cuda"))
-    return build_cuda_executor(engine_config, config, weights, args.max_model_len)
+def bench_profile(engine: MeasuredEngine, bench: Bench) -> Results:
+    """Device time per step by kernel while all sequences decode."""
+    for batch in bench.args.profile:
+        yield {"test": "profile", "batch": batch, **profile(decode_records(engine, bench, batch, 20))}
+
+
+def profile(records: list[Record]) -> Result:
+    return {**timeline(records), "kernels_us_per_step": kernel_times(records)}
+
+
+def decode_records(
+    engine: MeasuredEngine, bench: Bench, batch: int, num_steps: int, specs: tuple[SamplingSpec, ...] = GREEDY
+) -> list[Record]:
+    """Of steps in which all sequences decode."""
+    engine.run([(512, 4)] * batch, specs)
+    requests = engine.requests([(512, num_steps + 60)] * batch, specs)
+    return step_records(engine, bench, requests, num_steps, lambda index, tokens: tokens == batch)
+
+
+def step_records(
+    engine: MeasuredEngine,
+    bench: Bench,
+    requests: list[SequenceRequest],
+    num_steps: int,
+    is_begun: Callable[[int, int], bool],
+) -> list[Record]:
+    """Of some steps of a run, behind the first for which `is_begun` (its index, its tokens) holds."""
+    engine.start(requests)
+    steps = engine.steps()
+    for index, (_, tokens, _) in enumerate(steps):
+        if is_begun(index, tokens):
+            break
+
+    def work() -> None:
+        for _ in range(num_steps):
+            next(steps)
+
+    records = bench.records(work)
+    for _ in steps:
+        pass
+    return records
+
+
+TESTS: dict[str, Callable[[MeasuredEngine, Bench], Results]] = {
+    "decode": bench_decode,
+    "prefill": bench_prefill,
+    **{name: partial(bench_workload, name) for name in (*MEANS, "nano")},
+    "sampling": bench_sampling,
+    "timeline": bench_timeline,
+}
+ALONE: dict[str, Callable[[Bench], Results]] = {"start": bench_start, "deterministic": bench_deterministic}
+"""Tests that need the card for themselves, each in a process of its own."""
+
+
+def integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", nargs="*", choices=[*TESTS, []], help="what to measure (default: nothing)")
-    parser.add_argument("--random-weights", default="8B", help="shape: 8B, 0.6B or tiny")
+    parser.add_argument("tests", nargs="*", choices=[*ALONE, *TESTS, []], help="what to measure (default: nothing)")
+    parser.add_argument("--random-weights", default="8B", choices=list(SHAPES), metavar="SHAPE")
     parser.add_argument("--token-budget", type=int, help="tokens per step (default: the engine's)")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--gpu-memory-fraction", type=float, default=0.9)
     parser.add_argument("--deterministic", action="store_true", help="the mode whose results the batch cannot change")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=DECODE_BATCHES)
-    parser.add_argument("--profile", type=lambda text: tuple(map(int, text.split(","))), default=(), metavar="BATCHES")
+    parser.add_argument("--batches", type=integers, default=DECODE_BATCHES)
+    parser.add_argument("--profile", type=integers, default=(), metavar="BATCHES")
+    parser.add_argument("--dry-run", action="store_true", help="no GPU and no model; only the script is tried")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if len(args.tests) > 1 and not ALONE.keys().isdisjoint(args.tests):
+        parser.error(f"{' and '.join(ALONE)} need the card for themselves: one of them a call, and nothing with it")
+    return args
 
 
 def main() -> None:
     args = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    executor = make_executor(args)
-    engine = Engine(executor)
-    show: Callable[[dict[str, Any]], None] = Printer(args)
-    show({"test": "start", "seconds": round(process_age(), 2), "num_blocks": executor.limits.num_blocks})
-    for name in args.tests:
-        if name == "decode":
-            results = bench_decode(engine, args.repeat, args.batches)
-        elif name == "prefill":
-            results = bench_prefill(engine, args.repeat)
-        else:
-            results = bench_workload(engine, args.repeat, name)
-        for result in results:
+    if not args.dry_run and not torch.cuda.is_available():
+        sys.exit("bench_engine needs an NVIDIA GPU, and torch finds none here (--dry-run tries the script without)")
+    bench, show = Bench(args), Printer(args)
+    for name in ALONE.keys() & args.tests:
+        for result in ALONE[name](bench):
             show(result)
-    for result in bench_profile(engine, args.profile, shape_config(args.random_weights).num_layers):
+        return
+    engine = bench.engine(deterministic=args.deterministic)
+    show({"test": "ready", "seconds": round(process_age(), 2), "num_blocks": engine.core.limits.num_blocks})
+    for name in args.tests:
+        for result in TESTS[name](engine, bench):
+            show(result)
+    for result in bench_profile(engine, bench):
         show(result)
     engine.core.close()
 
@@ -277,16 +212,19 @@ class Printer:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._common = {
-            "shape": args.random_weights, "budget": args.token_budget, "deterministic": args.deterministic,
-            "card": torch.cuda.get_device_name(), "torch": torch.__version__,
-        }  # fmt: skip
 
-    def __call__(self, result: dict[str, Any]) -> None:
-        line = json.dumps({**result, **self._common})
+    def __call__(self, result: Result) -> None:
+        args = self._args
+        line = json.dumps(
+            {
+                **result, "shape": args.random_weights, "budget": args.token_budget or TOKEN_BUDGET,
+                "mode": "deterministic" if args.deterministic else "ordinary", "torch": torch.__version__,
+                "card": "none, a dry run" if args.dry_run else torch.cuda.get_device_name(),
+            }
+        )  # fmt: skip
         print(line, flush=True)
-        if self._args.out:
-            with self._args.out.open("a", encoding="utf-8") as file:
+        if args.out:
+            with args.out.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from mixed_requests import LIMITS, mixed_requests
 from torch import Tensor
 
 from mii_zmq.config import EngineConfig
@@ -23,12 +24,12 @@ from mii_zmq.worker.core import EngineCore
 from mii_zmq.worker.cuda_batch import row_order
 from mii_zmq.worker.cuda_executor import CudaExecutor
 from mii_zmq.worker.cuda_load import build_cuda_executor
-from mii_zmq.worker.models.cuda_decoder import Card
+from mii_zmq.worker.models.cuda_buffers import Card
 from mii_zmq.worker.models.cuda_invariant_linear import FEW, MANY, InvariantLinear
 from mii_zmq.worker.models.cuda_linear import Scratch
+from mii_zmq.worker.models.model_weights import DecoderWeights
 from mii_zmq.worker.models.random_weights import SHAPES, random_weights
-from mii_zmq.worker.models.spec import ModelConfig
-from mii_zmq.worker.models.weights import DecoderWeights
+from mii_zmq.worker.models.spec import ModelConfig, RopeConfig
 from mii_zmq.worker.plan import NewSequence, SamplingSpec, SequenceRequest, StepPlan, StepRow
 
 DEVICE = torch.device("cuda")
@@ -36,18 +37,16 @@ DTYPE = torch.bfloat16
 MAX_LEN = 512
 LLAMA = replace(
     SHAPES["8B"], vocab_size=32003, hidden_size=1024, intermediate_size=2816, num_layers=8, num_heads=8,
-    num_kv_heads=2, windows=(None,) * 8, max_position_embeddings=MAX_LEN,
+    num_kv_heads=2, windows=(None,) * 8, ropes=SHAPES["8B"].ropes[:8], max_position_embeddings=MAX_LEN,
 )  # fmt: skip
 QWEN3 = replace(
-    SHAPES["0.6B"], vocab_size=32003, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=64,
-    windows=(None, 100) * 4, max_position_embeddings=MAX_LEN,
+    SHAPES["0.6B"], vocab_size=32003, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=64, scale=64**-0.5,
+    windows=(None, 100) * 4, ropes=(RopeConfig(1e6, rotary_dim=64),) * 8, max_position_embeddings=MAX_LEN,
 )  # fmt: skip
 """With a sliding window in every other layer, which the family does not have, to cover it."""
 FAMILIES = {"llama": LLAMA, "qwen3": QWEN3}
 NUM_PROMPTS, NUM_OUTPUTS = 64, 48
-NUM_REQUESTS, NUM_SOLO = 10_000, 200
-SMALL_POOL = 384
-"""Blocks of 64 tokens; 256 sequences of the mixed requests fill about 480."""
+NUM_SOLO = 200
 GEMMS = ((4096, 4096), (28672, 4096), (4096, 14336), (5003, 1088))
 """(N, K)."""
 ROW_COUNTS = (1, 2, 63, 64, 65, 128, 200, 1000, 8192)
@@ -70,7 +69,8 @@ def lively_weights(config: ModelConfig) -> DecoderWeights:
     weights = random_weights(config, DTYPE, DEVICE)
     for layer in weights.layers:
         for affine in (layer.qkv, layer.out, layer.up, layer.down):
-            affine.weight.mul_(4.0)
+            if affine is not None:
+                affine.weight.mul_(4.0)
     return weights
 
 
@@ -242,31 +242,11 @@ def same_bits(one: Logits, other: Logits) -> bool:
     )
 
 
-def mixed_requests(vocab_size: int, num_requests: int) -> list[SequenceRequest]:
-    """Greedy, sampled, filtered and penalised ones side by side."""
-    draw = random.Random(5)
-    requests = []
-    for seq_id in range(num_requests):
-        prompt = [draw.randrange(vocab_size) for _ in range(draw.randint(16, 128))]
-        sampling = draw.choice(
-            [
-                SamplingSpec(),
-                SamplingSpec(seed=seq_id, temperature=0.8, top_k=50, top_p=0.9),
-                SamplingSpec(seed=seq_id, temperature=1.0),
-                SamplingSpec(seed=seq_id, temperature=0.7, min_p=0.05),
-                SamplingSpec(seed=seq_id, temperature=0.9, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3),
-                SamplingSpec(frequency_penalty=0.5),
-            ]
-        )
-        requests.append(SequenceRequest(seq_id, prompt, draw.randint(8, 64), sampling=sampling))
-    return requests
-
-
 def check_many() -> bool:
     config = SHAPES["0.6B"]
-    executor = make_executor(config, max_sequences=256, num_blocks=SMALL_POOL)
+    executor = make_executor(config, max_sequences=LIMITS.max_sequences, num_blocks=LIMITS.num_blocks)
     core = EngineCore(executor, prefix_cache=False)
-    requests = mixed_requests(config.vocab_size, NUM_REQUESTS)
+    requests = mixed_requests(config.vocab_size)
     begin = time.perf_counter()
     found = run(core, requests)
     middle = time.perf_counter()
@@ -276,7 +256,7 @@ def check_many() -> bool:
     end = time.perf_counter()
     ok = not wrong and stats.num_preemptions > 0 and stats.num_used_blocks == 0
     print(
-        f"{NUM_REQUESTS} requests: {sum(map(len, found.values()))} tokens in {middle - begin:.1f} s, all of the length "
+        f"{len(requests)} requests: {sum(map(len, found.values()))} tokens in {middle - begin:.1f} s, all as long as "
         f"asked for, {stats.num_preemptions} preemptions, {stats.num_used_blocks} blocks used at the end; of "
         f"{NUM_SOLO} run again alone in {end - middle:.1f} s {len(wrong)} differ {wrong[:5]}; "
         f"{'ok' if ok else 'WRONG'}",

@@ -18,10 +18,12 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from kernel_case import DEVICE, DTYPE
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 from verify_deterministic import check_deterministic
 
 from mii_zmq.config import EngineConfig
@@ -33,13 +35,16 @@ from mii_zmq.worker.models.hf_config import load_model_config
 from mii_zmq.worker.models.weights import load_weights
 from mii_zmq.worker.plan import NewSequence, SamplingSpec, SequenceRequest, StepPlan, StepRow
 
-DEVICE = torch.device("cuda")
-DTYPE = torch.bfloat16
 MAX_LEN = 1024
-SIZES = {"vocab_size": 5003, "hidden_size": 1024, "num_hidden_layers": 8, "max_position_embeddings": MAX_LEN}
+SIZES: dict[str, Any] = {
+    "vocab_size": 5003,
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": MAX_LEN,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(
-        **SIZES, intermediate_size=2816, num_attention_heads=8, num_key_value_heads=2, head_dim=128, rope_theta=1e4
+        **SIZES, intermediate_size=2816, num_attention_heads=8, num_key_value_heads=2, head_dim=128
     ),
     "qwen3": Qwen3Config(
         **SIZES, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
@@ -61,7 +66,7 @@ class Driver:
         self.logits: dict[tuple[int, int], Tensor] = {}
         self.drawn: dict[int, list[int]] = {}
         self._step = 0
-        self._blocks = -(-MAX_LEN // executor.limits.block_size)
+        self._blocks = -(-executor.limits.max_model_len // executor.limits.block_size)
 
     def run(self, rows: list[tuple[int, int, int, bool]], new: dict[int, list[int]] | None = None) -> None:
         """One step of rows (slot, start, tokens, sample)."""
@@ -122,11 +127,17 @@ def reference_logits(model: torch.nn.Module, driver: Driver, prompts: list[list[
     return wanted
 
 
-def make_executor(directory: Path, use_graphs: bool = True, **fields: int) -> CudaExecutor:
-    config = EngineConfig(model=str(directory), token_budget=4096, max_sequences=64, kv_cache_gb=2.0, **fields)  # type: ignore[arg-type]
+def load_reference(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return model.to(DEVICE)  # type: ignore[no-any-return]
+
+
+def make_executor(directory: Path, use_graphs: bool = True, max_len: int = MAX_LEN, **fields: Any) -> CudaExecutor:
+    settings = {"token_budget": 4096, "max_sequences": 64, "kv_cache_gb": 2.0, **fields}
+    config = EngineConfig(model=str(directory), **settings)
     model_config = load_model_config(directory)
     weights = load_weights(directory, model_config, DTYPE, DEVICE)
-    return build_cuda_executor(config, model_config, weights, MAX_LEN, use_graphs=use_graphs)
+    return build_cuda_executor(config, model_config, weights, max_len, use_graphs=use_graphs)
 
 
 def check_family(name: str, directory: Path) -> bool:
@@ -137,8 +148,7 @@ def check_family(name: str, directory: Path) -> bool:
     draw = random.Random(1)
     prompts = [[draw.randrange(5, 5000) for _ in range(length)] for length in LENGTHS]
     whole = collect(executor, prompts, 4096, 6)
-    exact = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").to(DEVICE)
-    half = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPE, attn_implementation="eager").to(DEVICE)
+    exact, half = (load_reference(directory, dtype) for dtype in (torch.float32, DTYPE))
     wanted = reference_logits(exact, whole, prompts)
     theirs = reference_logits(half, whole, prompts)
     keys = list(wanted)

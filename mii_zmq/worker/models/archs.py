@@ -22,6 +22,7 @@ ARCHITECTURES: dict[str, ArchSpec | Callable[[dict[str, Any]], ArchSpec]] = {
     "Qwen2MoeForCausalLM": llama.QWEN2_MOE,
     "Qwen3ForCausalLM": llama.QWEN3,
     "Qwen3MoeForCausalLM": llama.QWEN3_MOE,
+    "SeedOssForCausalLM": llama.SEED_OSS,
     "Phi3ForCausalLM": llama.PHI3,
     "Exaone4ForCausalLM": llama.EXAONE4,
     "GemmaForCausalLM": gemma.GEMMA,

@@ -63,6 +63,15 @@ LLAMA = ArchSpec(
     ignored_tensors=("rotary_emb.inv_freq",),
 )
 
+SEED_OSS = replace(
+    LLAMA,
+    family="seed_oss",
+    published="Seed-OSS 36B",
+    out_bias="attention_out_bias",
+    defaults={**LLAMA.defaults, "num_kv_heads": 8, "head_dim": 128, "attention_bias": True},
+    harmless=LLAMA.harmless | {"residual_dropout"},
+)
+
 MISTRAL = replace(
     LLAMA,
     family="mistral",

@@ -35,6 +35,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 from transformers.models.auto import AutoModelForCausalLM
 
@@ -127,6 +128,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         original_max_position_embeddings=BORDER,
         tie_word_embeddings=True,
     ),
+    "seed_oss": SeedOssConfig(**COMMON, head_dim=16, attention_out_bias=True),
     "exaone4": Exaone4Config(**COMMON, sliding_window=9, sliding_window_pattern=3),
     "exaone4_global": Exaone4Config(
         **COMMON, sliding_window=None, layer_types=["full_attention"] * 3, rope_parameters={**LLAMA3_ROPE}

@@ -62,6 +62,12 @@ def narrow() -> Iterator[Stack]:
     yield from _serve("--token-budget", "32")
 
 
+@pytest.fixture(scope="module")
+def ranked() -> Iterator[Stack]:
+    """Two ranks that hold 6 and 3 of the 9 heads."""
+    yield from _serve("--tensor-parallel", "2")
+
+
 def _serve(*options: str) -> Iterator[Stack]:
     stack = Stack()
     try:
@@ -103,6 +109,10 @@ def test_all_at_once(reference: tuple[Any, Any], wide: Stack) -> None:
 def test_split_prompts(reference: tuple[Any, Any], narrow: Stack) -> None:
     with ThreadPoolExecutor(20) as pool:
         print(_compare(reference, list(pool.map(lambda prompt: _completion(narrow, prompt), PROMPTS))))
+
+
+def test_two_ranks(reference: tuple[Any, Any], ranked: Stack) -> None:
+    print(_compare(reference, generate(ranked.url, "m", PROMPTS, **GREEDY)))
 
 
 def test_pipeline(reference: tuple[Any, Any]) -> None:

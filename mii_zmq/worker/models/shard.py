@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which heads, channels, experts and vocabulary rows of a model one rank holds.
 
-Query heads must divide evenly; key/value heads are repeated on several ranks where there are fewer of them than ranks.
-Channels, experts and vocabulary rows may be shared unevenly, the first ranks taking one more.
+Key/value heads go to the ranks whole, each with its query heads; where there are fewer of them than ranks, several ranks
+repeat one and share its query heads. Nothing has to divide evenly: the first ranks take one more.
 """
 
 from __future__ import annotations
@@ -34,24 +34,12 @@ class Shard:
     @classmethod
     def of(cls, config: ModelConfig, rank: RankInfo) -> Shard:
         """Raises ModelUnsupported: the heads cannot be shared by so many ranks."""
-        size = rank.world_size
-        if config.num_heads % size:
-            raise ModelUnsupported(
-                f"{config.num_heads} attention heads cannot be shared by {size} ranks; use a tensor_parallel that "
-                "divides them"
-            )
-        if config.num_kv_heads % size and size % config.num_kv_heads:
-            raise ModelUnsupported(
-                f"{config.num_kv_heads} key/value heads can be neither shared by nor repeated over {size} ranks; use "
-                "a tensor_parallel that divides them or is a multiple of them"
-            )
-        num_held = max(1, config.num_kv_heads // size)
-        first = rank.rank * config.num_kv_heads // size
+        heads, kv_heads = _head_spans(config, rank)
         moe = config.moe
         return cls(
             rank=rank,
-            heads=rank.span(config.num_heads),
-            kv_heads=(first, first + num_held),
+            heads=heads,
+            kv_heads=kv_heads,
             channels=rank.span(config.intermediate_size),
             experts=rank.span(moe.num_experts) if moe else (0, 0),
             shared_channels=rank.span(moe.shared_intermediate_size) if moe else (0, 0),
@@ -69,3 +57,20 @@ class Shard:
     @property
     def num_channels(self) -> int:
         return self.channels[1] - self.channels[0]
+
+
+def _head_spans(config: ModelConfig, rank: RankInfo) -> tuple[Span, Span]:
+    num_kv_heads, size = config.num_kv_heads, rank.world_size
+    group = config.num_heads // num_kv_heads
+    if size <= num_kv_heads:
+        start, stop = rank.span(num_kv_heads)
+        return (start * group, stop * group), (start, stop)
+    repeats, left = divmod(size, num_kv_heads)
+    if left or repeats > group:
+        raise ModelUnsupported(
+            f"{config.num_heads} attention heads over {num_kv_heads} key/value heads cannot be shared by {size} ranks; use "
+            f"a tensor_parallel of at most {num_kv_heads}, or a multiple of it up to {config.num_heads}"
+        )
+    kv_head, place = divmod(rank.rank, repeats)
+    start, stop = RankInfo(place, repeats).span(group)
+    return (kv_head * group + start, kv_head * group + stop), (kv_head, kv_head + 1)

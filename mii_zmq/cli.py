@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mii_zmq.config import EngineConfig, LaunchConfig, add_arguments, from_arguments, log_level
@@ -21,9 +22,10 @@ from mii_zmq.errors import MiiError, ServiceError
 from mii_zmq.launcher import add_group_command, resolve_engine
 from mii_zmq.mii_settings import default_deployment_name
 from mii_zmq.progress import Progress
-from mii_zmq.registry import DeploymentNotFoundError, DeploymentRecord, Registry, end_deployment
+from mii_zmq.registry import DeploymentNotFoundError, DeploymentRecord, Registry, end_deployment, restart_deployment
 from mii_zmq.supervisor import Supervisor
 from mii_zmq.telemetry import setup_logging
+from mii_zmq.worker.models import catalogue
 
 PROGRAM = "python -m mii_zmq"
 FIRST_PROMPT = "The capital of France is"
@@ -35,7 +37,9 @@ DESCRIPTION = f"""Serve language models: ZeroMQ between the processes, HTTP and 
   {PROGRAM} serve demo                  serve a small model and print a curl command that works
   {PROGRAM} serve DIR --replicas 2      two copies of a model behind one address
   {PROGRAM} chat                        talk to what is being served here
+  {PROGRAM} models                      which families of models can be served, and how
   {PROGRAM} status                      what runs on this host
+  {PROGRAM} restart NAME                restart its processes, one after the other, while it serves
   {PROGRAM} stop NAME                   end a deployment with all its processes"""
 
 
@@ -63,10 +67,24 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_chat(commands)
+    models = commands.add_parser(
+        "models", help="which models can be served", description="Show the families of models."
+    )
+    models.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the table between the markers of a Markdown file"
+    )
+    models.set_defaults(run=_models)
     status = commands.add_parser("status", help="what runs on this host", description="Show running deployments.")
     status.add_argument("name", nargs="?", help="deployment or model (default: all)")
     status.add_argument("--json", action="store_true", help="print one JSON object per deployment")
     status.set_defaults(run=_status)
+    restart = commands.add_parser(
+        "restart",
+        help="restart a deployment's processes while it serves",
+        description="Restart worker groups, brokers and gateways, one after the other, each finishing what it has.",
+    )
+    restart.add_argument("name", help="deployment or model")
+    restart.set_defaults(run=_restart)
     stop = commands.add_parser("stop", help="end a deployment", description="End a deployment and all its processes.")
     stop.add_argument("name", help="deployment or model")
     stop.add_argument(
@@ -128,6 +146,14 @@ def _serve(options: argparse.Namespace) -> int:
         progress.close()
 
 
+def _models(options: argparse.Namespace) -> int:
+    if options.write is None:
+        print(catalogue.text_table())
+    elif not catalogue.write_table(options.write):
+        print(f"{options.write} is up to date")
+    return 0
+
+
 class _Console:
     """What the terminal shows of a deployment: progress, then one block when it is ready."""
 
@@ -159,8 +185,8 @@ class _Console:
             *_bill(facts["workers"]),
             f"  HTTP    {facts['rest_url']}  (POST /mii/{name}, and OpenAI's API below /v1 with model {name!r})",
             f'  Python  mii_zmq.client("{name}")',
-            f"  ZeroMQ  {facts['client_endpoint']}",
-            f"  more    {add_group_command(self._launch, self._engine, facts['worker_endpoint'])}",
+            f"  ZeroMQ  {', '.join(facts['client_endpoints'])}",
+            f"  more    {add_group_command(self._launch, self._engine, facts['worker_endpoints'])}",
             "Try it:",
             f"  {curl}",
             f"  {PROGRAM} chat {shlex.quote(name)}",
@@ -271,7 +297,7 @@ def _show_status(record: DeploymentRecord, status: dict[str, Any]) -> str:
         f"{record.deployment}: {record.model}",
         f"  up {up_s // 3600} h {up_s % 3600 // 60} min {up_s % 60} s, {record.replicas} worker group(s) started here",
         f"  HTTP    {record.rest_url or 'no gateway'}",
-        f"  ZeroMQ  clients {record.client_endpoint}, workers {record.worker_endpoint}",
+        f"  ZeroMQ  clients {', '.join(record.client_endpoints)}; workers {', '.join(record.worker_endpoints)}",
         f"  process {processes}",
     ]
     if record.log_path:
@@ -284,12 +310,27 @@ def _plain(value: Any) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def _stop(options: argparse.Namespace) -> int:
+def _find(name: str) -> DeploymentRecord:
     registry = Registry()
-    record = registry.find(options.name) or registry.find(default_deployment_name(options.name))
+    record = registry.find(name) or registry.find(default_deployment_name(name))
     if record is None:
         names = ", ".join(other.deployment for other in registry.list_all()) or "none"
-        raise DeploymentNotFoundError(f"no deployment {options.name!r} runs on this host; running: {names}")
+        raise DeploymentNotFoundError(f"no deployment {name!r} runs on this host; running: {names}")
+    return record
+
+
+def _restart(options: argparse.Namespace) -> int:
+    record = _find(options.name)
+    if not record.ready:
+        raise ServiceError(f"deployment {record.deployment!r} is still starting")
+    for name in restart_deployment(record):
+        print(f"restarting {name}", flush=True)
+    print(f"restarted {record.deployment}")
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    record = _find(options.name)
     end_deployment(record, options.timeout_s)
     print(f"ended {record.deployment}")
     return 0

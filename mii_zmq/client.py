@@ -15,8 +15,9 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from mii_zmq import protocol, transport
-from mii_zmq.client_link import Completion, Generation, Link
+from mii_zmq.client_link import Link
 from mii_zmq.errors import BrokerUnavailable, InternalError, ServiceError
+from mii_zmq.generation import Completion, Generation
 from mii_zmq.protocol import GenerateBody, GenerateHeader
 from mii_zmq.sampling_params import SamplingParams
 
@@ -110,8 +111,9 @@ class AsyncClient:
         return generation
 
     async def status(self, timeout_s: float = 2.0) -> dict[str, Any]:
-        """The broker's STATUS body; raises BrokerUnavailable."""
-        link = next((link for link in self._links if link.is_up), None)
+        """The STATUS body of the broker that a request would go to; raises BrokerUnavailable."""
+        link = next((link for link in self._links if link.takes_requests), None)
+        link = link or next((link for link in self._links if link.is_up), None)
         if link is None:
             raise BrokerUnavailable(f"no broker answers at {', '.join(self._endpoints)}")
         return await link.status(timeout_s)
@@ -142,9 +144,11 @@ class AsyncClient:
                     (self._choose() or link).submit(generation)
 
     def _take_over(self, generation: Generation) -> bool:
-        """Its broker shuts down: give it to another one, if there is one."""
-        link = self._choose()
-        if link is None or link is generation.link:
+        """Its broker cannot serve it: give it to another one, if there is one that has not said the same."""
+        links = [link for link in self._links if link not in generation.refused_by]
+        link = next((link for link in links if link.takes_requests), None)
+        link = link or next((link for link in links if link.is_expected), None)
+        if link is None:
             return False
         link.submit(generation)
         return True

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's connection to one broker, and the requests that live on it.
 
-A request's tokens arrive as deltas in order, without gap or duplicate (`resume.Delivered`), and it ends exactly once.
 When the broker vanishes and comes back (new epoch), unfinished requests are sent again with the token ids already
 received, so that generation goes on behind them; when it does not come back in time, they end with BrokerUnavailable.
 Which broker a request goes to is its owner's business.
@@ -13,157 +12,42 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mii_zmq import protocol, transport
-from mii_zmq.errors import BrokerUnavailable, Cancelled, Draining, MiiError, ProtocolError, from_wire
-from mii_zmq.protocol import FinalBody, GenerateHeader, Hello, Message, TokenDelta, Verb, Welcome
-from mii_zmq.resume import Delivered, Place
+from mii_zmq.errors import (
+    BrokerUnavailable,
+    Draining,
+    MiiError,
+    NoWorkers,
+    UnknownDeployment,
+    from_wire,
+)
+from mii_zmq.generation import GRANT, Generation
+from mii_zmq.protocol import Credit, FinalBody, Hello, Message, Verb, Welcome
 
 HELLO_INTERVAL_S = (0.01, 0.5)
 """Between two HELLOs to a broker that has not answered: first and longest, doubling."""
 BROKER_GRACE_S = 15.0
 """How long unfinished requests wait for a vanished broker."""
+CREDIT = 256
+"""Rows of one request that may wait here for their reader; beyond that the broker merges them."""
+GRANT_DELAY_S = 0.01
+"""Grants of this time leave in one message."""
+
+_ELSEWHERE = (Draining, NoWorkers, UnknownDeployment)
+"""What another broker may be able to serve: this one shuts down, or has not (or no longer) heard of the workers."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished generation."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_length: int
-    generated_length: int
-    num_cached_tokens: int
-
-
-class Generation:
-    """One request in progress. Iterate for lists of new TokenDeltas, or await `result()`; do one of both, once."""
-
-    __slots__ = (
-        "_deadline",
-        "_delivered",
-        "_deltas",
-        "_done",
-        "_error",
-        "_waiter",
-        "body",
-        "final",
-        "header",
-        "is_sent",
-        "link",
-        "request_id",
-    )
-
-    def __init__(self, link: Link, header: GenerateHeader, body: bytes) -> None:
-        self.link = link
-        """The broker that it is with; another one once that has failed."""
-        self.request_id = protocol.new_request_id()
-        self.header = header
-        self.body = body
-        self.final: FinalBody | None = None
-        self.is_sent = False
-        self._deadline = None if header.deadline_ms is None else time.monotonic() + header.deadline_ms / 1000
-        self._deltas: list[TokenDelta] = []
-        self._delivered = Delivered()
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: MiiError | None = None
-        self._done = False
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> list[TokenDelta]:
-        """Everything that arrived since the last call, at least one delta.
-
-        Raises:
-            MiiError: the request ended with an error; deltas received before come first.
-            StopAsyncIteration: the request ended well; `final` is set.
-        """
-        while not self._deltas:
-            if self._done:
-                if self._error is not None:
-                    raise self._error
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    async def result(self) -> Completion:
-        """Wait for the end. Raises the MiiError with which the request ended."""
-        parts: list[bytes] = []
-        async for deltas in self:
-            parts.extend(delta.text for delta in deltas)
-        final = self.final
-        assert final is not None
-        text = final.text if final.text is not None else b"".join(parts).decode()
-        return Completion(
-            text=text,
-            token_ids=memoryview(bytes(self._delivered.token_ids)).cast("i").tolist(),
-            finish_reason=final.finish_reason,
-            prompt_length=final.prompt_length,
-            generated_length=final.generated_length,
-            num_cached_tokens=final.num_cached_tokens,
-        )
-
-    def cancel(self) -> None:
-        """Stop generating and forget the request; idempotent, and harmless after the end."""
-        if not self._done:
-            self.link.cancel(self)
-            self.fail(Cancelled("the request was cancelled"))
-
-    def to_frames(self) -> list[bytes]:
-        """The GENERATE message, with the token ids received so far as resume."""
-        self.header.seen = self.header.deployment in self.link.seen
-        if self._deadline is not None:
-            self.header.deadline_ms = max(1, int(1000 * (self._deadline - time.monotonic())))
-        raw = self._delivered.resume_frames()
-        return protocol.encode(Verb.GENERATE, self.request_id, self.header, self.body, raw)
-
-    def on_delta(self, delta: TokenDelta) -> None:
-        if self._done:
-            return
-        place = self._delivered.take(delta.token_offset, delta.token_ids, delta.finish_reason)
-        if place is Place.NEXT:
-            self._deltas.append(delta)
-            self._wake()
-        elif place is Place.HOLE:
-            self.cancel()
-            missing = f"{self._delivered.num_tokens} to {delta.token_offset}"
-            self._error = ProtocolError(f"tokens {missing} of the stream are missing")
-
-    def on_final(self, final: FinalBody, token_ids: bytes) -> None:
-        if final.text is not None:
-            self._delivered.token_ids = bytearray(token_ids)
-        self.final = final
-        self._done = True
-        self._wake()
-
-    def fail(self, error: MiiError) -> None:
-        if not self._done:
-            self._error = error
-            self._done = True
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Link:
     """The connection to one broker: handshake, heartbeats, and the requests that live on it.
 
     `on_change` is called when the broker has come or gone, and may move requests away (`leave`); `take_over` when the
-    broker, shutting down, does not finish one: whether somebody else does.
+    broker cannot serve one: whether somebody else does.
     """
 
     def __init__(
@@ -185,7 +69,8 @@ class Link:
         self._take_over = take_over
         self._owes_goodbye = False
         """The broker may still work on requests that have been moved away."""
-        self._hello = Hello(name=name, batch=True)
+        self._hello = Hello(name=name, batch=True, credit=CREDIT)
+        self._grants: Counter[bytes] = Counter()
         self._epoch: bytes | None = None
         self._heartbeat_s = 0.5
         self._liveness = 6
@@ -220,6 +105,7 @@ class Link:
             self._try_send(generation)
 
     def _try_send(self, generation: Generation) -> None:
+        self._grants.pop(generation.request_id, None)
         try:
             self._socket.send(generation.to_frames())
             generation.is_sent = True
@@ -248,17 +134,40 @@ class Link:
             with contextlib.suppress(transport.PeerFull, transport.PeerGone):
                 self._socket.send(protocol.encode(Verb.CANCEL, generation.request_id))
 
+    def grant(self, generation: Generation) -> None:
+        """The request's reader has taken GRANT more rows."""
+        if not self._grants:
+            asyncio.get_running_loop().call_later(GRANT_DELAY_S, self._send_grants)
+        self._grants[generation.request_id] += 1
+
+    def _send_grants(self) -> None:
+        """All of them, or (the broker is away) none: a grant that got lost would be a stream that stands still."""
+        self._grants = Counter({i: count for i, count in self._grants.items() if i in self._generations})
+        while self._grants and self.is_up:
+            try:
+                header = Credit(credit=GRANT, request_ids=list(self._grants))
+                self._socket.send(protocol.encode(Verb.CREDIT, header=header))
+            except transport.PeerFull:
+                self._set_down()
+            else:
+                self._grants = Counter({i: count - 1 for i, count in self._grants.items() if count > 1})
+
     async def status(self, timeout_s: float) -> dict[str, Any]:
         request_id = protocol.new_request_id()
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._statuses[request_id] = future
         try:
             self._socket.send(protocol.encode(Verb.STATUS, request_id))
-            return await asyncio.wait_for(future, timeout_s)
+            status = await asyncio.wait_for(future, timeout_s)
         except (TimeoutError, transport.PeerFull):
             raise BrokerUnavailable(f"the broker at {self.endpoint} did not answer in {timeout_s:g} s") from None
         finally:
             self._statuses.pop(request_id, None)
+        deployments = status.get("deployments")
+        if isinstance(deployments, dict):
+            known = [name for name, facts in deployments.items() if isinstance(facts, dict) and facts.get("groups")]
+            self.seen.update(known)
+        return status
 
     async def close(self) -> None:
         self._task.cancel()
@@ -295,6 +204,8 @@ class Link:
                     await asyncio.wait_for(self._down.wait(), self._heartbeat_s)
                 if time.monotonic() - self._heard > self._liveness * self._heartbeat_s:
                     log.warning("the broker at %s has fallen silent", self.endpoint)
+                    # It may have given this client up, and its word of that may be lost: everything is sent again.
+                    self._epoch, self._owes_goodbye = None, True
                     self._set_down()
 
     def _fail_all(self, error: MiiError) -> None:
@@ -329,6 +240,8 @@ class Link:
             case Verb.HEARTBEAT:
                 if message.header.get("epoch", self._epoch) != self._epoch:
                     self._set_down()
+                elif message.header.get("is_draining") is True:
+                    self.is_draining = True
             case Verb.DISCONNECT:
                 self._set_down()
                 self._epoch = None
@@ -347,6 +260,8 @@ class Link:
         if generation is not None:
             if isinstance(error, Draining):
                 self.is_draining = True
+            if isinstance(error, _ELSEWHERE):
+                generation.refused_by.add(self)
                 if self._take_over(generation):
                     return
             generation.fail(error)
@@ -370,4 +285,5 @@ class Link:
             log.warning("the broker at %s is back; sending %d requests again", self.endpoint, len(again))
         for generation in again:
             self._try_send(generation)
+        self._send_grants()
         self._on_change()

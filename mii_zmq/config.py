@@ -60,27 +60,28 @@ class EngineConfig:
     gpu_memory_fraction: float = setting("share of the GPU's memory for weights, KV blocks and graphs", 0.9)
     kv_cache_gb: float | None = setting("KV pool in GB (default: 4 on a CPU, what fits on a GPU)", None)
     prefix_cache: bool = setting("reuse KV blocks of equal prompt prefixes", True)
-    num_threads: int | None = setting("CPU threads for the model (default: all cores available)", None)
-    tensor_parallel: int = setting("ranks that share one copy of the model", 1)
+    num_threads: int | None = setting("CPU threads of each rank (default: the cores available, divided)", None)
+    tensor_parallel: int = setting("ranks (processes, on a GPU one per card) that share one copy of the model", 1)
+    device_index: int = setting("first GPU of this group among the visible ones; further ranks take the next", 0)
     deterministic: bool = setting(
         "results do not depend on what else is in the batch (slower; on a GPU, in bfloat16 or float16)", False
+    )
+    step_timeout_s: float = setting(
+        "seconds without progress after which an engine is killed; 10 times its usual step, if that is more", 30.0
     )
     step_trace: str | None = setting("file for one JSON line per event of a step: plan, submit, read, sent", None)
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len", "token_budget", "max_sequences", "block_size", "num_blocks", "num_threads")
-        _positive(self, "tensor_parallel", "kv_cache_gb")
+        _positive(self, "tensor_parallel", "kv_cache_gb", "step_timeout_s")
         if not self.model:
             raise ConfigError("model is empty; give a local directory or a hub id")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ConfigError(f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be in (0, 1]")
-        if self.tensor_parallel > 1:
-            raise ConfigError(
-                f"tensor_parallel is {self.tensor_parallel}, but this version runs one rank per group; "
-                "use 1, and replicas for more capacity"
-            )
+        if self.device_index < 0:
+            raise ConfigError(f"device_index is {self.device_index}; it must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +113,34 @@ class BrokerConfig:
     max_queued_requests: int = setting(
         "requests waiting for a group, per deployment, before new ones are refused", 2048
     )
+    max_queued_tokens: int = setting("the same in tokens, prompt and output together, as estimated", 2**22)
+    tenant_share: float = setting(
+        "share of the queue, and of the requests that run, that one tenant may have beside others", 0.5
+    )
     max_client_requests: int = setting("unfinished requests of one client connection", 8192)
-    max_attempts: int = setting("groups that a request without output is tried on", 3)
+    max_attempts: int = setting(
+        "groups that may die with a request, in turn and without its getting on, before it is ended", 3
+    )
+    quarantine_s: float = setting("seconds for which a request of which groups have died is refused", 300.0)
+    group_wait_s: float = setting("seconds that requests wait for a group when a deployment's last one is gone", 10.0)
+    slow_reader_s: float = setting("seconds for which a client may grant no credit while output waits for it", 30.0)
+    slow_reader_bytes: int = setting("bytes of one request's output that may wait for credit", 2**20)
     drain_timeout_s: float = setting("seconds that accepted requests get after SIGTERM", 60.0)
     insecure: bool = setting("allow endpoints other than loopback and ipc without keys", False)
 
     def __post_init__(self) -> None:
         _positive(self, "heartbeat_ms", "liveness", "max_queued_requests", "max_client_requests", "max_attempts")
-        _positive(self, "drain_timeout_s")
+        _positive(
+            self,
+            "drain_timeout_s",
+            "quarantine_s",
+            "group_wait_s",
+            "slow_reader_s",
+            "slow_reader_bytes",
+            "max_queued_tokens",
+        )
+        if not 0 < self.tenant_share <= 1:
+            raise ConfigError(f"tenant_share is {self.tenant_share}; it must be in (0, 1]")
         for endpoint in (self.client_endpoint, self.worker_endpoint):
             check_endpoint(endpoint, self.insecure)
 
@@ -130,6 +151,7 @@ class GatewayConfig:
 
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on; 0: any free one", DEFAULT_REST_PORT)
+    share_port: bool = setting("let further gateways of this user listen on the same port", False)
     brokers: tuple[str, ...] = setting(
         "broker endpoints for clients, comma separated", (f"tcp://127.0.0.1:{DEFAULT_BROKER_PORT}",)
     )
@@ -148,19 +170,23 @@ class LaunchConfig:
 
     deployment: str = setting("name under which clients reach the model")
     replicas: int = setting("worker groups, each with its own copy of the model", 1)
-    rest: bool = setting("start the HTTP gateway", True)
+    brokers: int = setting("brokers; with several, losing one costs no request", 1)
+    gateways: int = setting("HTTP gateways, which share one port", 1)
+    rest: bool = setting("start the HTTP gateways", True)
     host: str = setting("address that the HTTP gateway listens on", "127.0.0.1")
     port: int | None = setting(
         f"port of the HTTP gateway; 0: any free one (default: {DEFAULT_REST_PORT} if free)", None
     )
-    broker_port: int = setting("port of the broker for ZeroMQ clients; 0: any free one", 0)
+    broker_port: int = setting(
+        "port of the broker for ZeroMQ clients, further brokers take the next ones; 0: any free ones", 0
+    )
     drain_timeout_s: float = setting("seconds that running requests get at the end", 30.0)
     load_timeout_s: float = setting("seconds that loading the model may take", 1800.0)
     insecure: bool = setting("allow a host other than loopback", False)
 
     def __post_init__(self) -> None:
         check_deployment_name(self.deployment)
-        for name in ("replicas", "drain_timeout_s", "load_timeout_s"):
+        for name in ("replicas", "brokers", "gateways", "drain_timeout_s", "load_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
         for name in ("port", "broker_port"):
@@ -172,6 +198,7 @@ class LaunchConfig:
         return GatewayConfig(
             host=self.host,
             port=port,
+            share_port=True,
             brokers=brokers,
             shutdown_timeout_s=self.drain_timeout_s,
             insecure=self.insecure,

@@ -4,7 +4,7 @@
     MiiError
     |- StartupError           the process cannot serve: ConfigError, ModelUnsupported, CheckpointError
     |- RequestError           the caller's fault: InvalidRequest, PromptTooLong, UnknownDeployment, RequestTooLarge,
-    |                         Overloaded, DeadlineExceeded, Cancelled
+    |                         Overloaded, TenantOverloaded, DeadlineExceeded, Cancelled, SlowConsumer
     |- ServiceError           ours, and often worth a retry: NoWorkers, WorkerLost, BrokerUnavailable, Draining;
     |                         and PoisonRequest and NumericError, which are not
     |- ProtocolError          a peer broke the wire contract
@@ -114,8 +114,15 @@ class Overloaded(RequestError):
     """A bounded queue is full; `retry_after_ms` says when to come back."""
 
     code = "overloaded"
-    http_status = 429
+    http_status = 503
     retryable = True
+
+
+class TenantOverloaded(Overloaded):
+    """The tenant has as much waiting as one may have beside others."""
+
+    code = "tenant_overloaded"
+    http_status = 429
 
 
 class DeadlineExceeded(RequestError):
@@ -129,6 +136,13 @@ class Cancelled(RequestError):
     """The client cancelled the request or vanished."""
 
     code = "cancelled"
+    http_status = 499
+
+
+class SlowConsumer(RequestError):
+    """The client did not read its output; the request was ended so that nobody else has to wait or to make room."""
+
+    code = "slow_consumer"
     http_status = 499
 
 
@@ -198,8 +212,9 @@ _BY_CODE: dict[str, type[MiiError]] = {
     cls.code: cls
     for cls in (
         ConfigError, ModelUnsupported, CheckpointError, StartupError, InvalidRequest, PromptTooLong,
-        UnknownDeployment, RequestTooLarge, Overloaded, DeadlineExceeded, Cancelled, NoWorkers, WorkerLost,
-        PoisonRequest, NumericError, BrokerUnavailable, Draining, ServiceError, ProtocolError, InternalError,
+        UnknownDeployment, RequestTooLarge, Overloaded, TenantOverloaded, DeadlineExceeded, Cancelled, SlowConsumer,
+        NoWorkers, WorkerLost, PoisonRequest, NumericError, BrokerUnavailable, Draining, ServiceError, ProtocolError,
+        InternalError,
     )
 }  # fmt: skip
 

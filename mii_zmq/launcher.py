@@ -125,9 +125,9 @@ def resolve_engine(engine: EngineConfig, report: Callable[[dict[str, Any]], None
     return replace(engine, model=resolve_model(engine.model, lambda text: report({"progress": text, "name": "model"})))
 
 
-def add_group_command(launch: LaunchConfig, engine: EngineConfig, worker_endpoint: str) -> str:
+def add_group_command(launch: LaunchConfig, engine: EngineConfig, worker_endpoints: Sequence[str]) -> str:
     """What to type to add a worker group to a running deployment."""
-    worker = WorkerConfig(deployment=launch.deployment, brokers=(worker_endpoint,))
+    worker = WorkerConfig(deployment=launch.deployment, brokers=tuple(worker_endpoints))
     return shlex.join(["python", "-m", "mii_zmq.worker", *to_arguments(engine), *to_arguments(worker)])
 
 

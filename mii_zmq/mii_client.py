@@ -75,7 +75,7 @@ class MIIClient:
     def __init__(self, record: DeploymentRecord) -> None:
         self._record = record
         self._loop = BackgroundLoop()
-        self._client = AsyncClient([record.client_endpoint], name="python")
+        self._client = AsyncClient(record.client_endpoints, name="python")
         self._closing = threading.Lock()
         self._is_closed = False
         try:
@@ -164,7 +164,7 @@ class AsyncMIIClient:
 
     def __init__(self, record: DeploymentRecord) -> None:
         self._record = record
-        self._client = AsyncClient([record.client_endpoint], name="python-async")
+        self._client = AsyncClient(record.client_endpoints, name="python-async")
 
     @property
     def deployment(self) -> str:
@@ -311,8 +311,8 @@ def describe(record: DeploymentRecord) -> dict[str, Any]:
         "model": record.model,
         "replicas": record.replicas,
         "rest_url": record.rest_url,
-        "client_endpoint": record.client_endpoint,
-        "worker_endpoint": record.worker_endpoint,
+        "client_endpoints": record.client_endpoints,
+        "worker_endpoints": record.worker_endpoints,
         "log_path": record.log_path,
         "processes": {"supervisor": record.pid, **record.processes},
     }

@@ -21,13 +21,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from mii_zmq.errors import StartupError
 
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _MAX_ANNOUNCEMENT_BYTES = 2**20
 
 
@@ -115,10 +117,13 @@ class Child:
         self.announce_fd = self.death_fd = -1
 
 
-def spawn(module: str, arguments: Sequence[str], name: str, *, new_session: bool = True) -> Child:
+def spawn(
+    module: str, arguments: Sequence[str], name: str, *, new_session: bool = True, pass_fds: Sequence[int] = ()
+) -> Child:
     """Start `python -m module arguments...` as a child with announcement and death pipes.
 
-    `new_session` keeps a terminal's Ctrl-C from reaching the child, so that its parent can end it in order.
+    `new_session` keeps a terminal's Ctrl-C from reaching the child, so that its parent can end it in order. The child
+    inherits `pass_fds` under the same numbers.
     """
     announce_read, announce_write = os.pipe()
     death_read, death_write = os.pipe()
@@ -126,7 +131,10 @@ def spawn(module: str, arguments: Sequence[str], name: str, *, new_session: bool
     command += ["--announce-fd", str(announce_write), "--death-fd", str(death_read), "--parent-pid", str(os.getpid())]
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(announce_write, death_read), start_new_session=new_session
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(announce_write, death_read, *pass_fds),
+            start_new_session=new_session,
         )
     except BaseException:
         os.close(announce_read)
@@ -136,6 +144,41 @@ def spawn(module: str, arguments: Sequence[str], name: str, *, new_session: bool
         os.close(announce_write)
         os.close(death_read)
     return Child(name, process, announce_read, death_write)
+
+
+def describe_exit(child: Child) -> str:
+    """How a child ended, for a log line."""
+    code = child.process.poll()
+    if code is None:
+        return "closed its pipe but still runs"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+@contextlib.contextmanager
+def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """The handler takes the supervisor's signals meanwhile; for the main thread."""
+    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """An environment variable, for children that are started meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class ChildLink:
@@ -149,6 +192,11 @@ class ChildLink:
             _die_with_parent(parent_pid)
         if death_fd is not None:
             threading.Thread(target=_exit_at_eof, args=(death_fd,), name="death-pipe", daemon=True).start()
+
+    @property
+    def has_reader(self) -> bool:
+        """The parent hears announcements, and says to the user what has to be said."""
+        return self._announce_fd is not None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:

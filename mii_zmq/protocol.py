@@ -35,6 +35,8 @@ MAX_BODY_BYTES = 8 * 2**20
 MAX_RAW_BYTES = 16 * 2**20
 MAX_FRAMES = 16
 NUM_FIXED_FRAMES = 5
+MAX_SHOWN_NAME = 80
+"""A longer key is not repeated in an error."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -92,7 +94,7 @@ class Hello(Header):
     batch: bool = False
     """True: TOKENS messages may carry rows of several requests."""
     credit: int = 0
-    """TOKENS messages that may be in flight per request before CREDIT must be granted; 0: unlimited."""
+    """Rows per request that the client takes before it grants more; further ones are merged. 0: unlimited."""
 
 
 class Welcome(Header):
@@ -116,7 +118,7 @@ class GenerateHeader(Header):
     stream: bool = False
     """True: ACCEPTED, TOKENS..., FINAL. False: FINAL alone carries the text."""
     tenant: str = ""
-    """Prefix blocks are shared and queues are bounded per tenant."""
+    """Prefix blocks are shared within a tenant only, and tenants take turns in the queue."""
     priority: int = 0
     """Smaller is served first."""
     deadline_ms: int | None = None
@@ -184,15 +186,19 @@ class Cancel(Header):
 
 
 class Credit(Header):
-    """Client to broker: that many more TOKENS messages of the request may be sent."""
+    """Client to broker: that many more rows of these requests may be sent, or of the one that the request id frame
+    names."""
 
     credit: int
+    request_ids: list[bytes] = []
 
 
 class BrokerHeartbeat(Header):
     """Broker's answer to a HEARTBEAT, and its question to a peer that was silent for an interval."""
 
     epoch: bytes
+    is_draining: bool = False
+    """To clients: it shuts down, takes no new requests, and finishes those that it has."""
 
 
 class Disconnect(Header):
@@ -240,6 +246,12 @@ class Load(Header):
     cached_tokens: int = 0
     generated_tokens: int = 0
     step_ms: float = 0.0
+    num_failed_steps: int = 0
+    """Steps that raised; their requests were computed again."""
+    num_numeric_errors: int = 0
+    """Requests that ended because their logits were not finite."""
+    token_budget: int = 0
+    """Tokens per step at most; less than usual for a while when memory ran out."""
 
 
 class WorkerHeartbeat(Header):
@@ -249,6 +261,8 @@ class WorkerHeartbeat(Header):
     state: str
     """'ready' or 'draining'."""
     load: Load
+    report_age_ms: int = 0
+    """Since the engine's last report, which `load` is from."""
 
 
 class TokenRow(NamedTuple):
@@ -256,7 +270,7 @@ class TokenRow(NamedTuple):
 
     request_id: bytes
     seq: int
-    """Per request, without holes, from `first_seq` of GENERATE."""
+    """Per request, without holes, from `first_seq` of GENERATE. Of rows that the broker merged: the last one's."""
     token_offset: int
     """Output tokens before this row."""
     num_tokens: int
@@ -356,10 +370,28 @@ def unpack_map(data: bytes, what: str) -> dict[str, Any]:
     try:
         value = msgpack.unpackb(data, strict_map_key=True, raw=False, max_ext_len=0, ext_hook=_refuse_ext)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the {what} is not valid msgpack: {type(error).__name__}: {str(error)[:120]}") from None
+        name = _faulty_field(data)
+        where = f"field {name!r} of the {what}" if name else f"the {what}"
+        text = f"{where} is not valid msgpack: {type(error).__name__}: {str(error)[:120]}"
+        raise ProtocolError(text, param=name) from None
     if not isinstance(value, dict) or any(not isinstance(key, str) for key in value):
         raise ProtocolError(f"the {what} must be a msgpack map with string keys")
     return value
+
+
+def _faulty_field(data: bytes) -> str | None:
+    """Which top-level key's value could not be decoded, as far as that can be told."""
+    name: object = None
+    try:
+        unpacker = msgpack.Unpacker(strict_map_key=True, raw=False, max_ext_len=0, ext_hook=_refuse_ext)
+        unpacker.feed(data)
+        for _ in range(unpacker.read_map_header()):
+            name = None
+            name = unpacker.unpack()
+            unpacker.unpack()
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+        return name if isinstance(name, str) and len(name) <= MAX_SHOWN_NAME else None
+    return None
 
 
 def parse_header(message: Message, cls: type[S]) -> S:

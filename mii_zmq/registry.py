@@ -44,13 +44,20 @@ class DeploymentRecord(msgspec.Struct, kw_only=True):
     replicas: int = 1
     started_at: float = 0.0
     """Seconds since the epoch."""
-    client_endpoint: str = ""
-    worker_endpoint: str = ""
+    client_endpoints: list[str] = []
+    """One per broker."""
+    worker_endpoints: list[str] = []
     rest_url: str | None = None
     log_path: str | None = None
     """None: the supervisor runs in a terminal and logs there."""
     processes: dict[str, int] = {}
     """Name -> pid of the supervisor's children."""
+    restarting: str = ""
+    """The child that a rolling restart is busy with."""
+    num_restarts: int = 0
+    """Rolling restarts that have ended."""
+    restart_error: str | None = None
+    """Why the last one ended early."""
 
 
 def process_identity(pid: int) -> str | None:
@@ -164,6 +171,39 @@ def end_deployment(record: DeploymentRecord, timeout_s: float) -> None:
     finally:
         os.close(handle)
     raise ServiceError(f"the supervisor of deployment {record.deployment!r} (process {record.pid}) does not end")
+
+
+def restart_deployment(record: DeploymentRecord, poll_s: float = 0.1) -> Iterator[str]:
+    """Have the supervisor restart everything, one after the other; yields what it is busy with until that is done.
+
+    Raises:
+        ServiceError: the deployment has ended, or a part of it did not come back.
+    """
+    registry = Registry()
+    gone = ServiceError(f"deployment {record.deployment!r} has ended")
+    try:
+        handle = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        raise gone from None
+    try:
+        if process_identity(record.pid) != record.identity:
+            raise gone
+        signal.pidfd_send_signal(handle, signal.SIGUSR1)
+    finally:
+        os.close(handle)
+    shown = ""
+    while True:
+        now = registry.find(record.deployment)
+        if now is None or now.identity != record.identity:
+            raise gone
+        if now.num_restarts > record.num_restarts:
+            if now.restart_error is not None:
+                raise ServiceError(f"the rolling restart of {record.deployment!r} ended early: {now.restart_error}")
+            return
+        if now.restarting and now.restarting != shown:
+            yield now.restarting
+        shown = now.restarting
+        time.sleep(poll_s)
 
 
 def _reap(pid: int) -> None:

@@ -193,6 +193,14 @@ class BlockingSocket:
         except zmq.Again:
             raise PeerFull("the peer has not read for 10 s") from None
 
+    def try_send(self, frames: Frames) -> bool:
+        """Send one message if that is possible now: a peer is connected and its queue has room."""
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
     def close(self, linger_ms: int = 500) -> None:
         self._socket.close(linger=linger_ms)
 

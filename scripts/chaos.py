@@ -41,8 +41,8 @@ COMPLETE_SHARE = 0.99
 SETTLE_S = 120.0
 END_S = 60.0
 REPORT_S = 30.0
-FAKE_CLIENTS = {"http_stream": 6, "http_whole": 4, "zmq_stream": 10, "zmq_whole": 4}
-DEMO_CLIENTS = {"http_stream": 1, "zmq_stream": 3}
+FAKE_CLIENTS = {"http_stream": 4, "http_whole": 3, "zmq_stream": 12, "zmq_whole": 5}
+DEMO_CLIENTS = {"http_stream": 1, "zmq_stream": 5}
 
 
 def main() -> int:
@@ -166,8 +166,13 @@ def _report(
         "latency_s": _spread(latencies),
         "reconnects": load.num_reconnects,
         **verdict.as_dict(),
+        "complete_share_of_unbroken": _share(verdict.num_complete, verdict.num_requests - verdict.num_broken),
         "examples": verdict.violations[:5],
     }
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 5) if whole else 0.0
 
 
 def _spread(values: list[float]) -> dict[str, float]:

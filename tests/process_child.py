@@ -27,7 +27,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if namespace.what == "parent":
         child = spawn("tests.process_child", ["serve"], "grandchild")
-        child.wait_ready(30)
+        child.wait_ready(60)
         link.announce(ready=True, grandchild=child.pid)
     elif namespace.what != "silent":
         link.announce(progress="half way", fraction=0.5)

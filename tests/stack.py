@@ -3,18 +3,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mii_zmq.client import AsyncClient, BackgroundLoop
 from mii_zmq.process import Child, spawn
 
 LOOPBACK = "tcp://127.0.0.1:0"
+PATIENCE_S = 60.0
+
+
+def unused_port() -> int:
+    """A TCP port for a server that starts later: not one that the kernel could meanwhile give to a connection."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(lowest - 10_000, lowest)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @dataclass
@@ -37,7 +51,7 @@ class Stack:
         """The first one takes free ports; a later one, after a kill, takes the same."""
         endpoints = ["--client-endpoint", self.client_endpoint, "--worker-endpoint", self.worker_endpoint]
         self.broker = spawn("mii_zmq.broker", [*endpoints, *self.broker_options], "broker")
-        facts = self.broker.wait_ready(30)
+        facts = self.broker.wait_ready(PATIENCE_S)
         self.client_endpoint, self.worker_endpoint = facts["client_endpoint"], facts["worker_endpoint"]
 
     def start_group(self, name: str, model: str, *options: str, wait: bool = True) -> Child:
@@ -51,7 +65,7 @@ class Stack:
 
     def start_gateway(self) -> str:
         self.gateway = spawn("mii_zmq.gateway", ["--port", "0", "--brokers", self.client_endpoint], "gateway")
-        self.url = self.gateway.wait_ready(30)["url"].rstrip("/")
+        self.url = self.gateway.wait_ready(PATIENCE_S)["url"].rstrip("/")
         self.wait_for(lambda: http(self.url + "/health/ready")[0] == 200)
         return self.url
 
@@ -59,8 +73,8 @@ class Stack:
         async def ask() -> dict[str, Any]:
             client = AsyncClient([self.client_endpoint])
             try:
-                await client.connect(10)
-                return await client.status(10)
+                await client.connect(PATIENCE_S)
+                return await client.status(PATIENCE_S)
             finally:
                 await client.close()
 
@@ -78,7 +92,7 @@ class Stack:
     def used_blocks(self) -> int:
         return sum(group["load"].get("used_blocks", 0) for group in self.groups_status().values())
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> float:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> float:
         """Poll until `condition` holds; returns the seconds it took."""
         start = time.monotonic()
         while not condition():
@@ -91,7 +105,7 @@ class Stack:
         children = [self.gateway, *self.groups.values(), self.broker]
         for child in children:
             if child is not None:
-                child.stop(20)
+                child.stop(PATIENCE_S)
 
 
 def http(url: str, body: Any = None, timeout_s: float = 300.0) -> tuple[int, bytes]:

@@ -18,10 +18,13 @@ from mii_zmq.errors import (
     Draining,
     InternalError,
     InvalidRequest,
+    MiiError,
+    NoWorkers,
     Overloaded,
     ProtocolError,
     RequestTooLarge,
     ServiceError,
+    UnknownDeployment,
 )
 from mii_zmq.protocol import FinalBody, GenerateBody, GenerateHeader, Message, TokenDelta, TokenRows, Verb, Welcome
 from mii_zmq.sampling_params import SamplingParams
@@ -200,6 +203,26 @@ async def test_request_is_sent_again_to_a_restarted_broker(broker: ScriptedBroke
 
 
 @pytest.mark.parametrize("broker", [{"liveness": 4}], indirect=True, ids=["watched closely"])
+async def test_after_silence_everything_is_sent_again(broker: ScriptedBroker, client: AsyncClient) -> None:
+    """The broker may have given the client up, and its word of that been lost."""
+    generation = start(client)
+    peer, message = await broker.next(Verb.GENERATE)
+    broker.send(peer, tokens(delta(message.request_id, 0, [7], "a")))
+    await anext(generation)
+    broker.is_mute = True
+    async with asyncio.timeout(30):
+        await _until(lambda: not client.is_connected)
+    broker.is_mute, broker.liveness = False, 600
+    peer, message = await broker.next(Verb.GENERATE)
+    assert broker.num_goodbyes >= 1
+    assert message.request_id == generation.request_id
+    assert list(message.raw) == [(7).to_bytes(4, "little")]
+    broker.send(peer, tokens(delta(message.request_id, 1, [8], "b", "length")))
+    broker.send(peer, final(message.request_id, 2))
+    assert (await generation.result()).token_ids == [7, 8]
+
+
+@pytest.mark.parametrize("broker", [{"liveness": 4}], indirect=True, ids=["watched closely"])
 async def test_requests_wait_for_a_broker_that_is_away(broker: ScriptedBroker, client: AsyncClient) -> None:
     broker.is_mute = True
     async with asyncio.timeout(PATIENCE_S):
@@ -245,6 +268,37 @@ async def client_of_two(broker: ScriptedBroker, second: ScriptedBroker) -> Async
 
 
 class TestSeveralBrokers:
+    async def test_a_broker_that_says_it_drains_gets_no_new_requests(
+        self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
+    ) -> None:
+        generation = start(client_of_two)
+        peer, _ = await broker.next(Verb.GENERATE)
+        broker.send(peer, protocol.encode(Verb.HEARTBEAT, header={"epoch": broker.epoch, "is_draining": True}))
+        async with asyncio.timeout(PATIENCE_S):
+            await _until(lambda: client_of_two._links[0].is_draining)
+        start(client_of_two)
+        await second.next(Verb.GENERATE)
+        # What it has, it finishes.
+        broker.send(peer, final(generation.request_id, 1))
+        assert (await generation.result()).generated_length == 1
+
+    @pytest.mark.parametrize("error", [NoWorkers("none"), UnknownDeployment("?")])
+    async def test_what_one_broker_has_no_workers_for_goes_to_the_next(
+        self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient, error: MiiError
+    ) -> None:
+        one, two = start(client_of_two), start(client_of_two)
+        for _ in range(2):
+            peer, message = await broker.next(Verb.GENERATE)
+            broker.send(peer, protocol.encode(Verb.ERROR, message.request_id, error.to_wire()))
+        peer, message = await second.next(Verb.GENERATE)
+        second.send(peer, final(message.request_id, 1))
+        await one.result()
+        peer, message = await second.next(Verb.GENERATE)
+        second.send(peer, protocol.encode(Verb.ERROR, message.request_id, error.to_wire()))
+        with pytest.raises(type(error)):
+            await two.result()
+        assert broker.inbox.empty()
+
     async def test_stream_goes_on_with_the_next_broker(
         self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
     ) -> None:

@@ -59,7 +59,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
         ({"model": "m", "token_budget": 1.5}, "token_budget"),
         ({"model": "m", "gpu_memory_fraction": 1.5}, "gpu_memory_fraction is 1.5"),
         ({"model": "m", "dtype": "int4"}, "dtype"),
-        ({"model": "m", "tensor_parallel": 2}, "tensor_parallel is 2, but this version runs one rank"),
+        ({"model": "m", "tensor_parallel": 0}, "tensor_parallel is 0; it must be more than 0"),
+        ({"model": "m", "device_index": -1}, "device_index is -1; it must be 0 or more"),
     ],
 )
 def test_engine_settings_are_checked(values: dict[str, Any], reason: str) -> None:

@@ -45,6 +45,6 @@ def test_malformed_wire_forms_still_give_an_error(wire: dict[str, object]) -> No
 
 def test_status_codes_separate_the_callers_faults_from_ours() -> None:
     for cls in every_class(RequestError):
-        assert 400 <= cls.http_status < 500 or cls is errors.DeadlineExceeded
+        assert 400 <= cls.http_status < 500 or cls in (errors.DeadlineExceeded, errors.Overloaded)
     for cls in every_class(ServiceError):
         assert cls.http_status >= 500

@@ -66,7 +66,7 @@ def pid_of(supervisor: Supervisor, name: str) -> int:
     return record.processes[name]
 
 
-def wait_for_restart(supervisor: Supervisor, name: str, old_pid: int, timeout_s: float = 20.0) -> float:
+def wait_for_restart(supervisor: Supervisor, name: str, old_pid: int, timeout_s: float = 60.0) -> float:
     """Seconds until another process has taken the place of `old_pid`."""
     started = time.monotonic()
     while pid_of(supervisor, name) == old_pid:
@@ -114,7 +114,7 @@ def test_a_killed_gateway_is_back_on_its_port() -> None:
         os.kill(old_pid, signal.SIGKILL)
         wait_for_restart(supervisor, "gateway", old_pid)
         port = int(str(supervisor._record.rest_url).rpartition(":")[2])
-        socket.create_connection(("127.0.0.1", port), 5).close()
+        socket.create_connection(("127.0.0.1", port), 60).close()
 
     assert supervise(script, launch=replace(LAUNCH, rest=True, port=0)) == 0
 
@@ -123,7 +123,7 @@ def test_the_last_group_that_cannot_load_ends_the_deployment_with_its_reason() -
     def script(supervisor: Supervisor, client: MIIClient) -> None:
         for worker in supervisor._workers:
             worker.delay_s, worker.max_failed_starts = 0.001, 1
-        supervisor._engine = replace(ENGINE, model="fake:bogus=1")
+        supervisor._engines = [replace(ENGINE, model="fake:bogus=1")]
         os.kill(pid_of(supervisor, "worker 1"), signal.SIGKILL)
 
     with pytest.raises(StartupError, match=r"worker 1 failed 2 times in a row while starting: .*bogus=1"):
@@ -155,7 +155,7 @@ def test_the_second_signal_ends_at_once() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert supervise(script, engine=SLOW_ENGINE, stops=0) == 0
-    assert time.monotonic() - ended < 10
+    assert time.monotonic() - ended < LAUNCH.drain_timeout_s, "the stream alone would have taken longer"
 
 
 def test_a_group_that_cannot_load_fails_the_start_in_its_own_words(deployments: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_detached_deployment_is_ended_from_its_record(deployments: Path) -> No
     assert "registered" in Path(str(record.log_path)).read_text()
     with pytest.raises(ConfigError, match="'d' runs already"):
         start_detached(LAUNCH, ENGINE, seen.append)
-    end_deployment(record, 30)
+    end_deployment(record, 60)
     assert process_identity(record.pid) is None
     assert not list(deployments.iterdir())
 
@@ -197,7 +197,7 @@ def test_a_detached_deployment_is_ended_from_its_record(deployments: Path) -> No
 def test_nothing_outlives_a_killed_supervisor() -> None:
     record = start_detached(LAUNCH, ENGINE, lambda facts: None)
     os.kill(record.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(process_identity(pid) for pid in record.processes.values()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -228,7 +228,7 @@ def test_a_deployment_whose_starter_dies_while_it_loads_ends() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60, stderr=subprocess.DEVNULL)
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (record := Registry().find("d")) is not None:
         assert time.monotonic() < deadline
         assert not record.ready

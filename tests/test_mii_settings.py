@@ -92,7 +92,7 @@ def test_one_value_given_twice_is_none() -> None:
         {"replica_configs": [{"hostname": "a"}]},
         {"task": "fill-mask"},
         {"deployment_type": DeploymentType.AML},
-        {"tensor_parallel": 2},
+        {"tensor_parallel": 0},
         {"inference_engine_config": {"state_manager": {"offload": True}}},
         {"inference_engine_config": {"quantization": {"quantization_mode": "wf6af16"}}},
         {"inference_engine_config": {"state_manager": {"memory_config": {"mode": "odd"}}}},

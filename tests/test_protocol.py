@@ -372,6 +372,17 @@ def test_header_faults_name_the_field() -> None:
     assert caught.value.param == "deadline_ms"
 
 
+def test_faults_of_the_encoding_name_the_field_too() -> None:
+    for value in ({"a": [msgpack.ExtType(5, b"x")]}, {"a": {1: 2}}):
+        data = msgpack.packb({"fine": 1, "params": value, "later": 2})
+        with pytest.raises(ProtocolError, match="field 'params' of the body is not valid msgpack") as caught:
+            protocol.unpack_map(data, "body")
+        assert caught.value.param == "params"
+    with pytest.raises(ProtocolError, match="^the body is not valid msgpack") as caught:
+        protocol.unpack_map(b"\xc1", "body")
+    assert caught.value.param is None
+
+
 def test_body_faults_name_the_field() -> None:
     with pytest.raises(InvalidRequest, match="promt"):
         parse_body(Message(Verb.GENERATE, ID, body=pack({"promt": "x"})), GenerateBody)
@@ -456,7 +467,7 @@ def test_page_lists_codes_that_exist() -> None:
     text = PAGE.read_text()
     table = text[text.index("| code | from | meaning |") :].split("\n\n")[0]
     codes = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
-    assert len(codes) == 13
+    assert len(codes) == len(set(codes)) == 16
     assert [from_wire({"code": code}).code for code in codes] == codes
 
 

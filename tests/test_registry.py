@@ -85,14 +85,14 @@ def test_a_zombie_has_no_identity(sleeper: subprocess.Popen[bytes]) -> None:
 
 def test_ending_waits_for_the_end(sleeper: subprocess.Popen[bytes]) -> None:
     record = record_of(sleeper.pid)
-    end_deployment(record, 10)
+    end_deployment(record, 60)
     assert process_identity(sleeper.pid) is None
-    end_deployment(record, 10)
+    end_deployment(record, 60)
 
 
 def test_a_stranger_is_never_signalled(sleeper: subprocess.Popen[bytes]) -> None:
     record = record_of(sleeper.pid)
     record.identity = "another boot:12345"
-    end_deployment(record, 10)
+    end_deployment(record, 60)
     assert sleeper.poll() is None
     os.kill(sleeper.pid, signal.SIGKILL)

@@ -36,7 +36,8 @@ def main() -> int:
         uvloop.run(_serve(config.from_arguments(namespace, BrokerConfig), link))
     except StartupError as error:
         link.announce(error=error.message)
-        log.error("%s", error.message)
+        if not link.has_reader:
+            log.error("%s", error.message)
         return 1
     return 0
 

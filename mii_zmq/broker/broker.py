@@ -9,6 +9,7 @@ neither logged nor shown.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -24,6 +25,7 @@ from mii_zmq.broker.state import BrokerState
 from mii_zmq.config import BrokerConfig
 from mii_zmq.errors import InternalError, MiiError
 from mii_zmq.protocol import NO_ID, decode
+from mii_zmq.telemetry import LoopLag
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,9 @@ MAX_TICK_S = 0.1
 RETRY_S = 0.01
 """Between two tries at a peer whose queue is full."""
 LOG_INTERVAL_S = 1.0
+FAREWELL_S = 0.5
+"""How long a draining broker stays connected after its last answer: a peer's zmq throws away what it has received but
+not yet handed over when the connection ends (ZMQ_IMMEDIATE), and a busy peer takes its time."""
 
 
 class Broker:
@@ -53,6 +58,8 @@ class Broker:
         self._worker_outbox = Outbox(self._workers.send)
         self._tick_s = min(MAX_TICK_S, config.heartbeat_ms / 2000)
         self._drain_timeout_s = config.drain_timeout_s
+        self._loop_lag = LoopLag()
+        self._loop_lag.start()
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._retry_timer: asyncio.TimerHandle | None = None
 
@@ -62,10 +69,14 @@ class Broker:
         deadline = time.monotonic() + self._drain_timeout_s
         while not self.state.is_finished and not stop_now.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(self._tick_s / 4)
+        if self.state.clients.by_address:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop_now.wait(), FAREWELL_S)
 
     def close(self) -> None:
         """End what is unfinished with an error and say goodbye to the workers."""
         self._timer.cancel()
+        self._loop_lag.stop()
         if self._retry_timer is not None:
             self._retry_timer.cancel()
         self._perform(self.state.close(time.monotonic()))
@@ -118,6 +129,7 @@ class Broker:
         counters.router_full = self._client_outbox.num_full + self._worker_outbox.num_full
         counters.router_unroutable = self._client_outbox.num_unroutable + self._worker_outbox.num_unroutable
         counters.slow_peers = self._client_outbox.num_slow + self._worker_outbox.num_slow
+        self.state.loop_lag_s = self._loop_lag.worst_s
         self._perform(self.state.tick(time.monotonic()))
 
     def _perform(self, actions: list[Action]) -> None:

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from mii_zmq.broker.admission import check_room
+from mii_zmq.broker.credit import UNLIMITED, grant
 from mii_zmq.broker.liveness import Liveness
 from mii_zmq.broker.records import Address, Client, Deployment, ToClient
 from mii_zmq.broker.requests import Requests
@@ -21,6 +23,7 @@ from mii_zmq.errors import (
     InvalidRequest,
     MiiError,
     NoWorkers,
+    Overloaded,
     PoisonRequest,
     ProtocolError,
     UnknownDeployment,
@@ -43,7 +46,7 @@ from mii_zmq.protocol import (
 
 log = logging.getLogger(__name__)
 
-CAPABILITIES = ("batch",)
+CAPABILITIES = ("batch", "credit")
 IDLE_CLIENT_S = 600.0
 SETTLING_S = 10.0
 """After its start the broker cannot tell an unknown deployment from one whose workers have not registered yet."""
@@ -87,6 +90,8 @@ class Clients:
         except MiiError as error:
             if message.verb is Verb.GENERATE:
                 self._requests.counters.refused += 1
+                if not isinstance(error, Overloaded):
+                    self._requests.counters.rejections[error.code] += 1
             self._answer(address, message.request_id, error, is_generate=message.verb is Verb.GENERATE)
 
     def on_malformed(self, address: Address, request_id: bytes, error: MiiError) -> None:
@@ -115,7 +120,7 @@ class Clients:
                     self._give_up(client, now)
                 elif client.requests and self._liveness.is_overdue(max(client.last_seen, client.last_asked), now):
                     client.last_asked = now
-                    self._send(client.address, encode(Verb.HEARTBEAT, NO_ID, BrokerHeartbeat(epoch=self._epoch)))
+                    self._send_heartbeat(client, NO_ID)
             elif not client.requests and now - client.last_seen > IDLE_CLIENT_S:
                 del self.by_address[client.address]
 
@@ -148,6 +153,8 @@ class Clients:
             raise InvalidRequest("a request with this id is running; ids must be new and random", param="request_id")
         if client.is_one_shot and header.stream:
             raise InvalidRequest("a REQ socket gets one reply; use stream=false, or a DEALER socket", param="stream")
+        if len(header.tenant) > MAX_NAME_LENGTH:
+            raise InvalidRequest(f"a tenant has at most {MAX_NAME_LENGTH} characters", param="tenant")
         if not -(2**31) <= header.priority < 2**31:
             raise InvalidRequest(f"priority is {header.priority}, allowed: 32-bit integers", param="priority")
         if header.deadline_ms is not None and not 0 < header.deadline_ms < 2**31:
@@ -158,7 +165,7 @@ class Clients:
             raise Draining("the broker is shutting down; send the request to another one", retry_after_ms=1000)
         deployment = self._requests.deployments.get(header.deployment) or self._expect(header, now)
         self._check_quarantine(header.deployment, message.body, now)
-        self._requests.check_room(client, deployment, len(message.body) + sum(map(len, message.raw)), now)
+        check_room(self._requests, client, deployment, header, message, now)
         earlier = self._requests.by_id.get(message.request_id)
         if earlier is not None:
             # Ids are random, so this is the same client on a new connection.
@@ -193,14 +200,15 @@ class Clients:
         self._requests.cancel(requests, Cancelled("the request was cancelled"), now)
 
     def _on_credit(self, client: Client, message: Message, now: float) -> None:
-        request = client.requests.get(message.request_id)
-        credit = parse_header(message, Credit).credit
-        if not 0 < credit < 2**31:
-            raise InvalidRequest(f"credit is {credit}, allowed: 1 to 2^31 - 1", param="credit")
+        header = parse_header(message, Credit)
+        if not 0 < header.credit < 2**31:
+            raise InvalidRequest(f"credit is {header.credit}, allowed: 1 to 2^31 - 1", param="credit")
         if client.is_one_shot:
             raise ProtocolError("a REQ socket gets no TOKENS and grants no credit")
-        if request is not None:
-            request.credit += credit
+        for request_id in header.request_ids or (message.request_id,):
+            request = client.requests.get(request_id)
+            if request is not None:
+                grant(self._requests, request, header.credit)
 
     def _on_hello(self, client: Client, message: Message, now: float) -> None:
         hello = parse_header(message, Hello)
@@ -208,7 +216,9 @@ class Clients:
         # A REQ socket cannot send heartbeats while it waits for a reply.
         client.said_hello = not client.is_one_shot
         client.batch = hello.batch and not client.is_one_shot
-        client.credit = hello.credit
+        if not 0 <= hello.credit < 2**31:
+            raise InvalidRequest(f"credit is {hello.credit}, allowed: 0 to 2^31 - 1", param="credit")
+        client.credit = hello.credit or UNLIMITED
         welcome = Welcome(
             epoch=self._epoch,
             heartbeat_ms=int(self._liveness.interval_s * 1000),
@@ -226,7 +236,11 @@ class Clients:
             # It thinks of a connection that has been given up, or was broken and remade underneath.
             self._disconnect(client.address, "this connection has not said HELLO")
             return
-        self._send(client.address, encode(Verb.HEARTBEAT, message.request_id, BrokerHeartbeat(epoch=self._epoch)))
+        self._send_heartbeat(client, message.request_id)
+
+    def _send_heartbeat(self, client: Client, request_id: bytes) -> None:
+        header = BrokerHeartbeat(epoch=self._epoch, is_draining=self.is_draining)
+        self._send(client.address, encode(Verb.HEARTBEAT, request_id, header))
 
     def _on_status(self, client: Client, message: Message, now: float) -> None:
         self._send(client.address, encode(Verb.STATUS, message.request_id, None, self._status(now)))

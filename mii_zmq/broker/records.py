@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mii_zmq.broker.routing import WaitingQueue
+from mii_zmq.broker.admission import DrainRate, Tenants
+from mii_zmq.broker.credit import UNLIMITED, Withheld
+from mii_zmq.broker.waiting import WaitingQueue
 from mii_zmq.protocol import Load
 from mii_zmq.resume import Delivered
+from mii_zmq.telemetry import LONG_S, Histogram
 
 Address = tuple[bytes, ...]
 
@@ -40,6 +43,8 @@ Action = ToClient | ToWorker
 class RequestState(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    DELIVERING = "delivering"
+    """Complete; the end of it waits for credit."""
     FINISHED = "finished"
 
 
@@ -54,7 +59,8 @@ class Client:
     """Only then it sends heartbeats, and its silence means something."""
     name: str = ""
     batch: bool = False
-    credit: int = 0
+    credit: int = UNLIMITED
+    """Rows of each new request that it takes before it grants more."""
     requests: dict[bytes, Request] = field(default_factory=dict)
     last_asked: float = 0.0
 
@@ -112,6 +118,10 @@ class Deployment:
     num_finished: int = 0
     """Since the last tick."""
     finished_per_s: float = 0.0
+    drain_rate: DrainRate = field(default_factory=DrainRate)
+    tenants: Tenants = field(default_factory=Tenants)
+    queue_time: Histogram = field(default_factory=lambda: Histogram(LONG_S))
+    """Seconds from acceptance to the first group."""
 
     @property
     def is_ready(self) -> bool:
@@ -134,12 +144,17 @@ class Request:
     order: int
     """Number of admission: a retried request stands in front of everything that came later."""
     accepted_at: float
+    num_tokens: int
+    """Estimate at admission."""
     remaining_tokens: int
-    """Estimate, minus what was forwarded."""
+    """That, minus what was forwarded."""
     num_bytes: int
+    tenant: str = ""
     deadline: float | None = None
-    credit: int = 0
-    """TOKENS messages that the client granted and has not been sent; accounted, not enforced."""
+    credit: int = UNLIMITED
+    """Rows that the client granted and has not been sent."""
+    withheld: Withheld | None = None
+    """What waits for credit; the credit is used up then."""
     state: RequestState = RequestState.WAITING
     group: Group | None = None
     assigned_at: float = 0.0
@@ -166,6 +181,8 @@ class Counters:
     refused: int = 0
     retries: int = 0
     cancelled: int = 0
+    cancellations: Counter[str] = field(default_factory=Counter)
+    """The same by what the request was doing."""
     forwarded_tokens: int = 0
     forwarded_messages: int = 0
     resumes: int = 0
@@ -176,6 +193,10 @@ class Counters:
     """Requests ended and barred because groups died of them."""
     poison_refusals: int = 0
     """Requests refused because they are barred."""
+    merged_rows: int = 0
+    """Rows that were sent in place of several, for want of credit."""
+    slow_consumers: int = 0
+    """Requests ended because nobody read their output."""
     dropped_rows: int = 0
     """Rows and terminal messages for requests that ended, or that run elsewhere by now."""
     fenced: int = 0
@@ -186,5 +207,7 @@ class Counters:
     router_full: int = 0
     router_unroutable: int = 0
     slow_peers: int = 0
+    rejections: Counter[str] = field(default_factory=Counter)
+    """Refused requests by reason: which bound, or the error's code."""
     finished: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)

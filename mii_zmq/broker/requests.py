@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mii_zmq.broker import suspects
+from mii_zmq.broker import admission, credit, suspects
 from mii_zmq.broker.records import (
     Action,
     Client,
@@ -26,8 +26,8 @@ from mii_zmq.broker.records import (
     ToClient,
     ToWorker,
 )
-from mii_zmq.broker.routing import estimate_tokens, retry_after_ms
-from mii_zmq.errors import DeadlineExceeded, MiiError, NoWorkers, Overloaded, PoisonRequest, WorkerLost
+from mii_zmq.broker.routing import estimate_tokens
+from mii_zmq.errors import DeadlineExceeded, MiiError, NoWorkers, PoisonRequest, WorkerLost
 from mii_zmq.protocol import MAX_RAW_BYTES, NO_ID, GenerateHeader, Message, Verb, encode
 from mii_zmq.resume import Delivered
 
@@ -50,11 +50,15 @@ class Limits:
     """The bounds that the broker's configuration sets."""
 
     max_queued_requests: int
+    max_queued_tokens: int
+    tenant_share: float
     max_client_requests: int
     max_attempts: int
     quarantine_s: float
     group_wait_s: float
     """Requests wait that long for a group after the deployment's last one went away; then they end."""
+    slow_reader_s: float
+    slow_reader_bytes: int
     max_held_bytes: int = MAX_HELD_BYTES
 
 
@@ -70,33 +74,14 @@ class Requests:
         """Collected here by every part of the state; taken out after each event."""
         self.quarantine = suspects.Quarantine(limits.quarantine_s)
         self.held_bytes = 0
-        """Bodies, raw frames and forwarded ids of all unfinished requests."""
+        """Bodies, raw frames, forwarded ids and withheld output of all unfinished requests."""
+        self.starving: dict[Request, float] = {}
+        """Requests with withheld output, and since when; in order of time."""
         self._deadlines: list[tuple[float, int, Request]] = []
         self._num_admitted = 0
         self._num_picked = 0
 
     # Ways in.
-
-    def check_room(self, client: Client, deployment: Deployment, num_bytes: int, now: float) -> None:
-        """Raises NoWorkers or Overloaded when a new request cannot be accepted."""
-        if not deployment.is_ready and now - deployment.last_ready > self.limits.group_wait_s:
-            raise NoWorkers(
-                f"no worker group of deployment {deployment.name!r} is there; start one, or try again later",
-                retry_after_ms=1000,
-            )
-        retry_ms = retry_after_ms(len(deployment.queue), deployment.finished_per_s)
-        if len(client.requests) >= self.limits.max_client_requests:
-            raise Overloaded(
-                f"this connection has {len(client.requests)} unfinished requests, the most that are allowed",
-                retry_after_ms=retry_ms,
-            )
-        if len(deployment.queue) >= self.limits.max_queued_requests:
-            raise Overloaded(
-                f"{len(deployment.queue)} requests wait for deployment {deployment.name!r}, the most that are allowed",
-                retry_after_ms=retry_ms,
-            )
-        if self.held_bytes + num_bytes > self.limits.max_held_bytes:
-            raise Overloaded("the broker holds as many bytes of unfinished requests as it may", retry_after_ms=retry_ms)
 
     def expect(self, name: str, wait_s: float, now: float) -> Deployment:
         """A deployment that nobody serves yet; its requests wait for `wait_s`, then it is forgotten."""
@@ -110,6 +95,7 @@ class Requests:
         """Take a request in; the caller has checked everything."""
         num_bytes = len(message.body) + sum(map(len, message.raw))
         num_resumed = len(message.raw[0]) // 4 if message.raw else 0
+        num_tokens = estimate_tokens(header.num_tokens, len(message.body), num_resumed)
         self._num_admitted += 1
         request = Request(
             request_id=message.request_id,
@@ -122,7 +108,9 @@ class Requests:
             priority=header.priority,
             order=self._num_admitted,
             accepted_at=now,
-            remaining_tokens=estimate_tokens(header.num_tokens, len(message.body), num_resumed),
+            num_tokens=num_tokens,
+            remaining_tokens=num_tokens,
+            tenant=header.tenant,
             num_bytes=num_bytes,
             delivered=Delivered(message.raw),
             credit=client.credit,
@@ -144,13 +132,18 @@ class Requests:
         """The broker itself was stopped; groups that are missing had no chance to come back."""
         for deployment in self.deployments.values():
             deployment.last_ready = now
+        self.starving = dict.fromkeys(self.starving, now)
+
+    def send(self, client: Client, frames: Sequence[bytes]) -> None:
+        """A TOKENS message."""
+        self.counters.forwarded_messages += 1
+        self.actions.append(ToClient(client.address, frames))
 
     def dispatch(self, deployment: Deployment, now: float) -> None:
         """Give waiting requests to groups, as long as there is room."""
         queue = deployment.queue
         held_back: list[Request] = []
-        while queue:
-            request = queue.first()
+        while (request := queue.first()) is not None:
             if request.deadline is not None and request.deadline <= now:
                 self._reject(request, DeadlineExceeded(_DEADLINE_TEXT))
                 continue
@@ -158,23 +151,31 @@ class Requests:
                 text = "worker groups were lost with this request, and none became free to run it alone"
                 self._reject(request, WorkerLost(text, retry_after_ms=1000))
                 continue
+            if admission.is_at_limit(deployment, request, self.limits.tenant_share):
+                queue.park(request)
+                continue
             group = suspects.choose(deployment, request, now)
             if group is not None:
-                queue.pop()
+                queue.take(request)
                 self._assign(request, group, now)
             elif request.is_apart or any(other.has_room for other in deployment.groups.values()):
                 # It waits for a group without other suspects, or only its own id is in the way, still being cancelled
                 # where there is room; others may pass.
-                held_back.append(queue.pop())
+                queue.discard(request)
+                held_back.append(request)
             else:
                 break
+        queue.unpark()
         for request in held_back:
             queue.push(request)
 
     def _assign(self, request: Request, group: Group, now: float) -> None:
         request.state = RequestState.RUNNING
         request.group = group
+        if not request.assigned_at:
+            request.deployment.queue_time.observe(now - request.accepted_at)
         request.assigned_at = now
+        request.deployment.tenants.count(request.tenant, 1)
         group.requests[request.request_id] = request
         group.outstanding_tokens += request.remaining_tokens
         self._num_picked += 1
@@ -201,11 +202,21 @@ class Requests:
 
     def finish(self, request: Request, frames: Sequence[bytes], reason: str, now: float) -> None:
         """The worker's FINAL: pass it on untouched."""
-        self._end(request)
         self.counters.finished[reason if reason in KNOWN_REASONS else "other"] += 1
         request.deployment.num_finished += 1
-        self.actions.append(ToClient(request.client.address, frames))
+        request.deployment.drain_rate.num_tokens += request.num_tokens
+        if request.withheld is None:
+            self.complete(request, frames)
+        else:
+            self._release(request)
+            request.state = RequestState.DELIVERING
+            request.withheld.terminal = frames
         self.dispatch(request.deployment, now)
+
+    def complete(self, request: Request, frames: Sequence[bytes]) -> None:
+        """The end of a request whose client has been sent everything else."""
+        self._end(request)
+        self.actions.append(ToClient(request.client.address, frames))
 
     def fail(self, request: Request, error: MiiError, now: float, **overrides: Any) -> None:
         """End a request with an error of the broker's own."""
@@ -214,6 +225,8 @@ class Requests:
 
     def _reject(self, request: Request, error: MiiError, **overrides: Any) -> None:
         error.emitted_tokens = request.delivered.num_tokens
+        if request.withheld is not None:
+            error.emitted_tokens -= request.withheld.num_tokens
         self.fail_with(request, encode(Verb.ERROR, request.request_id, {**error.to_wire(), **overrides}), error.code)
 
     def fail_with(self, request: Request, frames: Sequence[bytes], code: str) -> None:
@@ -231,6 +244,7 @@ class Requests:
                 by_group.setdefault(request.group, []).append(request.request_id)
             touched[request.deployment.name] = request.deployment
             self.counters.cancelled += 1
+            self.counters.cancellations[request.state.value] += 1
             if error is None:
                 self._end(request)
             else:
@@ -307,6 +321,7 @@ class Requests:
             del group.requests[request.request_id]
             group.outstanding_tokens -= request.remaining_tokens
             group.suspects.discard(request)
+            request.deployment.tenants.count(request.tenant, -1)
 
     def _end(self, request: Request) -> None:
         if request.state is RequestState.WAITING:
@@ -317,17 +332,24 @@ class Requests:
         del self.by_id[request.request_id]
         del request.client.requests[request.request_id]
         self.held_bytes -= request.num_bytes + len(request.delivered.token_ids)
+        if request.withheld is not None:
+            self.held_bytes -= request.withheld.num_bytes
+            request.withheld = None
+            del self.starving[request]
 
     # The clock.
 
     def tick(self, now: float, elapsed_s: float) -> None:
         self._expire(now)
+        credit.cut_slow_readers(self, now)
         self.quarantine.tick(now)
         for deployment in self.deployments.values():
             rate = deployment.num_finished / elapsed_s if elapsed_s > 0 else 0.0
             share = min(1.0, elapsed_s / 5)
             deployment.finished_per_s += share * (rate - deployment.finished_per_s)
             deployment.num_finished = 0
+            deployment.drain_rate.tick(elapsed_s, bool(deployment.queue))
+            deployment.tenants.tick(now)
             if deployment.is_ready:
                 deployment.last_ready = now
             elif deployment.queue and now - deployment.last_ready > self.limits.group_wait_s:
@@ -351,7 +373,7 @@ class Requests:
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:
             due, order, request = heapq.heappop(deadlines)
-            if request.state is RequestState.FINISHED:
+            if request.state in (RequestState.FINISHED, RequestState.DELIVERING):
                 continue
             if request.group is None:
                 self.fail(request, DeadlineExceeded(_DEADLINE_TEXT), now)

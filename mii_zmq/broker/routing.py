@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which group takes a request, which request waits where, and when a refused one may come back. Pure functions.
+"""Which group takes a request, what a request will cost, and when a refused one may come back. Pure functions.
 
 A request goes to the group with the fewest outstanding tokens among those that are not draining and have room; equal
-ones take turns. The order of waiting requests is priority, then admission, so that a retried request stands in front.
+ones take turns.
 """
 
 from __future__ import annotations
 
-import heapq
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mii_zmq.broker.records import Group, Request
+    from mii_zmq.broker.records import Group
 
 MAX_TOKENS = 2**31
 """No estimate counts for more, whatever a peer says."""
@@ -48,46 +47,7 @@ def estimate_tokens(announced: int, num_body_bytes: int, num_resumed_tokens: int
 
 
 def retry_after_ms(num_waiting: int, finished_per_s: float) -> int:
-    """When a tenth of the queue will have been served, at the current rate."""
+    """When a tenth of the queue (in requests, or in tokens) will have been served, at this rate."""
     if finished_per_s <= 0:
         return 1000
     return int(min(max(100 * num_waiting / finished_per_s, _MIN_RETRY_MS), _MAX_RETRY_MS))
-
-
-class WaitingQueue:
-    """Requests by (priority, order of admission). Leaving from the middle costs nothing: the entry stays behind,
-    counted, and is dropped when it comes up or when more such entries than requests have gathered."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
-        self._waiting: set[Request] = set()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Request]:
-        return (request for _, _, request in self._heap if request in self._waiting)
-
-    def push(self, request: Request) -> None:
-        self._waiting.add(request)
-        heapq.heappush(self._heap, (request.priority, request.order, request))
-
-    def pop(self) -> Request:
-        """The first request; raises IndexError when none waits."""
-        request = self.first()
-        heapq.heappop(self._heap)
-        self._waiting.remove(request)
-        return request
-
-    def first(self) -> Request:
-        """The request that `pop` would return; raises IndexError when none waits."""
-        while self._heap[0][2] not in self._waiting:
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
-
-    def discard(self, request: Request) -> None:
-        """Take a request out, if it waits here."""
-        self._waiting.discard(request)
-        if len(self._heap) > 2 * len(self._waiting) + 64:
-            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
-            heapq.heapify(self._heap)

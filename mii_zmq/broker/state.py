@@ -7,6 +7,7 @@ Each method is one event and returns the messages that it causes, in order. Clie
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,13 +28,19 @@ class BrokerState:
     def __init__(self, config: BrokerConfig, epoch: bytes, now: float) -> None:
         self.epoch = epoch
         self.started_at = now
+        self.loop_lag_s = 0.0
+        """Of the loop that this runs on, told by its owner; shown in STATUS."""
         self.requests = Requests(
             Limits(
                 config.max_queued_requests,
+                config.max_queued_tokens,
+                config.tenant_share,
                 config.max_client_requests,
                 config.max_attempts,
                 config.quarantine_s,
                 config.group_wait_s,
+                config.slow_reader_s,
+                config.slow_reader_bytes,
             )
         )
         self.liveness = Liveness(config.heartbeat_ms / 1000, config.liveness)
@@ -52,7 +59,9 @@ class BrokerState:
     @property
     def is_finished(self) -> bool:
         """After `drain`: nothing accepted is left, or nobody is there to do it."""
-        return not self.requests.by_id or not self.workers.by_address
+        if self.workers.by_address:
+            return not self.requests.by_id
+        return all(request.state is not RequestState.DELIVERING for request in self.requests.by_id.values())
 
     def client_message(self, address: Address, message: Message, now: float) -> list[Action]:
         self.clients.on_message(address, message, now)
@@ -112,14 +121,19 @@ class BrokerState:
         in_groups = {i: r for g in self.workers.by_address.values() for i, r in g.requests.items()}
         waiting = {r.request_id: r for d in requests.deployments.values() for r in d.queue}
         in_clients = {i: r for c in self.clients.by_address.values() for i, r in c.requests.items()}
-        assert in_clients == requests.by_id == {**in_groups, **waiting}
-        assert len(in_groups) + len(waiting) == len(requests.by_id)
+        delivering = {i: r for i, r in requests.by_id.items() if r.state is RequestState.DELIVERING}
+        assert in_clients == requests.by_id == {**in_groups, **waiting, **delivering}
+        assert len(in_groups) + len(waiting) + len(delivering) == len(requests.by_id)
         held = [r.num_bytes + len(r.delivered.token_ids) for r in requests.by_id.values()]
-        assert requests.held_bytes == sum(held)
+        assert requests.held_bytes == sum(held) + sum(r.withheld.num_bytes for r in requests.starving if r.withheld)
+        assert {*requests.starving} == {r for r in requests.by_id.values() if r.withheld is not None}
+        assert all(request.credit == 0 for request in requests.starving)
         for request in requests.by_id.values():
             assert (request.state is RequestState.RUNNING) == (request.group is not None)
         for deployment in requests.deployments.values():
-            assert len(deployment.queue) == sum(1 for _ in deployment.queue)
+            assert deployment.queue.num_tokens == sum(r.num_tokens for r in deployment.queue)
+            running = Counter(r.tenant for g in deployment.groups.values() for r in g.requests.values())
+            assert deployment.tenants.running == running
         for address, group in self.workers.by_address.items():
             assert group.address == address
             assert group.deployment.groups[group.name] is group

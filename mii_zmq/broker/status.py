@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mii_zmq.broker.admission import has_room
 from mii_zmq.broker.records import Deployment, Group
 
 if TYPE_CHECKING:
@@ -18,26 +20,33 @@ def make_status(state: BrokerState, now: float) -> dict[str, Any]:
     """Plain msgpack types only; no routing ids, no request ids, no text of requests."""
     requests = state.requests
     # Not `asdict`, which would rebuild each Counter from pairs and count the pairs.
-    counters = {field.name: getattr(state.counters, field.name) for field in fields(state.counters)}
+    values = {field.name: getattr(state.counters, field.name) for field in fields(state.counters)}
+    counters = {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
     clients = state.clients
     return {
         "epoch": state.epoch,
         "uptime_s": now - state.started_at,
         "is_draining": clients.is_draining,
+        "event_loop_lag_s": state.loop_lag_s,
         "num_clients": len(clients.by_address),
         "num_unfinished": state.num_unfinished,
         "num_waiting": sum(len(deployment.queue) for deployment in requests.deployments.values()),
         "held_bytes": requests.held_bytes,
         "num_quarantined": len(requests.quarantine),
-        "deployments": {name: _deployment(d, now) for name, d in requests.deployments.items()},
-        "counters": {**counters, "finished": dict(counters["finished"]), "errors": dict(counters["errors"])},
+        "deployments": {name: _deployment(state, d, now) for name, d in requests.deployments.items()},
+        "counters": counters,
     }
 
 
-def _deployment(deployment: Deployment, now: float) -> dict[str, Any]:
+def _deployment(state: BrokerState, deployment: Deployment, now: float) -> dict[str, Any]:
     return {
         "is_ready": deployment.is_ready,
+        "takes_requests": not state.clients.is_draining and has_room(state.requests.limits, deployment),
+        "num_running": sum(len(group.requests) for group in deployment.groups.values()),
         "num_waiting": len(deployment.queue),
+        "queue_time": deployment.queue_time.to_map(),
+        "waiting_tokens": deployment.queue.num_tokens,
+        "drained_tokens_per_s": deployment.drain_rate.per_s,
         "finished_per_s": deployment.finished_per_s,
         "groups": [_group(group, now) for group in deployment.groups.values()],
     }

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Sequence
 
 import uvloop
-from aiohttp import web
 
 from mii_zmq.client import AsyncClient
 from mii_zmq.config import GatewayConfig, add_arguments, from_arguments
 from mii_zmq.errors import BrokerUnavailable, StartupError
-from mii_zmq.gateway.app import BACKLOG, listen, make_app, make_runner
+from mii_zmq.gateway.app import listen, make_app, make_runner, open_door
+from mii_zmq.gateway.door import Door
 from mii_zmq.gateway.state import GATEWAY
 from mii_zmq.process import ChildLink
 from mii_zmq.telemetry import setup_logging
@@ -40,16 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = ChildLink.from_arguments(arguments)
     try:
         config = from_arguments(arguments, GatewayConfig)
-        uvloop.run(serve(config, listen(config.host, config.port), link))
+        uvloop.run(serve(config, listen(config.host, config.port, share=config.share_port), link))
     except StartupError as error:
-        log.error("%s", error)
         link.announce(error=str(error))
+        if not link.has_reader:
+            log.error("%s", error)
         return 1
     return 0
 
 
 BROKER_WAIT_S = 2.0
-"""Before it says ready the gateway waits this long for a broker that is there: the first request shall find it."""
+"""Before it opens and says ready the gateway waits this long for a broker: the first request shall find it."""
+LAST_REQUESTS_S = 0.2
+"""For requests on connections that were made just before the door was closed."""
 
 
 async def serve(config: GatewayConfig, listener: socket.socket, link: ChildLink) -> None:
@@ -60,19 +63,31 @@ async def serve(config: GatewayConfig, listener: socket.socket, link: ChildLink)
     runner = make_runner(app)
     await runner.setup()
     try:
-        await web.SockSite(runner, listener, backlog=BACKLOG).start()
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         with contextlib.suppress(BrokerUnavailable):
             await client.connect(BROKER_WAIT_S)
+        door = await open_door(runner, listener)
         log.info("ready: %s, brokers %s", url, ", ".join(config.brokers))
         link.announce(ready=True, url=url)
         await stop.wait()
         log.info("draining: running requests have %g s", config.shutdown_timeout_s)
+        app[GATEWAY].is_leaving = True
+        await _close(door)
         if not await app[GATEWAY].drain(config.shutdown_timeout_s):
             log.warning("some requests were not finished in time and got an error")
     finally:
         await runner.cleanup()
+
+
+async def _close(door: Door) -> None:
+    """No new connections, and an end to idle ones: clients find another gateway by connecting anew, without an error.
+
+    Requests that are under way on the last connections are still served.
+    """
+    await door.close()
+    await asyncio.sleep(LAST_REQUESTS_S)
+    door.close_idle()
 
 
 def _stop_at_signals() -> asyncio.Event:

@@ -9,10 +9,11 @@ import socket
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 from mii_zmq.errors import BrokerUnavailable, StartupError
 from mii_zmq.gateway import health, openai_api, rest
+from mii_zmq.gateway.door import Door
 from mii_zmq.gateway.middlewares import MIDDLEWARES, add_headers
 from mii_zmq.gateway.state import GATEWAY, Gateway
 
@@ -42,6 +43,7 @@ def make_app(config: GatewayConfig, client: AsyncClient) -> web.Application:
             web.get("/health", health.ready),
             web.get("/health/live", health.live),
             web.get("/health/ready", health.ready),
+            web.get("/health/started", health.started),
             web.get("/metrics", health.metrics),
             web.post("/mii/{deployment:.+}", rest.generate),
             web.get("/v1/models", openai_api.list_models),
@@ -55,8 +57,30 @@ def make_app(config: GatewayConfig, client: AsyncClient) -> web.Application:
     return app
 
 
+class _NoNoise(logging.Filter):
+    """What is no HTTP is answered with 400, and clients leave when they like: no tracebacks in the log for either."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (http_exceptions.HttpProcessingError, ConnectionError))
+
+
+_NO_NOISE = _NoNoise()
+
+
+async def open_door(runner: web.AppRunner, listener: socket.socket) -> Door:
+    """Serve the application of `runner` (which has been set up) on `listener`."""
+    server = runner.server
+    assert server is not None
+    door = Door(listener, server)
+    runner.app[GATEWAY].door = door
+    await door.open(BACKLOG)
+    return door
+
+
 def make_runner(app: web.Application) -> web.AppRunner:
     """A vanished client cancels its handler; bodies arrive as they were sent (nothing is decompressed)."""
+    logging.getLogger("aiohttp.server").addFilter(_NO_NOISE)
     return web.AppRunner(
         app,
         handler_cancellation=True,
@@ -68,8 +92,11 @@ def make_runner(app: web.Application) -> web.AppRunner:
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
     """A bound, listening socket; connections inherit its small send buffer.
+
+    `share`: bound together with others that say so too, and not listening yet, so that they get all connections until
+    the door opens.
 
     Raises:
         StartupError: the address is taken or not ours.
@@ -81,9 +108,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise StartupError(f"cannot listen on {host}: {error.strerror or error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
-        listener.listen(BACKLOG)
+        if not share:
+            listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
@@ -96,7 +126,10 @@ def listen(host: str, port: int) -> socket.socket:
 async def _broker_client(app: web.Application) -> AsyncIterator[None]:
     client = app[GATEWAY].client
     connecting = asyncio.create_task(_connect(client))
+    lag = app[GATEWAY].loop_lag
+    lag.start()
     yield
+    lag.stop()
     connecting.cancel()
     await asyncio.gather(connecting, return_exceptions=True)
     await client.close()

@@ -11,17 +11,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mii_zmq.telemetry import Histogram
+
 ENGINE = "engine_"
 """In front of what a group's engine reports about itself; the rest is the broker's view of the group."""
 ENGINE_COUNTERS = frozenset(
-    ENGINE + name for name in ("step", "num_preemptions", "prompt_tokens", "cached_tokens", "generated_tokens")
-)
+    ENGINE + name
+    for name in (
+        "step", "num_preemptions", "prompt_tokens", "cached_tokens", "generated_tokens", "num_failed_steps",
+        "num_numeric_errors",
+    )
+)  # fmt: skip
 """Numbers that only grow while the group lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
     name: str
+    is_ready: bool
     max_model_len: int | None
     numbers: dict[str, float]
 
@@ -32,6 +39,11 @@ class DeploymentStatus:
     is_ready: bool
     numbers: dict[str, float]
     groups: list[GroupStatus]
+    queue_time: Histogram | None = None
+
+    @property
+    def has_groups(self) -> bool:
+        return bool(self.groups)
 
     @property
     def max_model_len(self) -> int | None:
@@ -73,7 +85,9 @@ class BrokerStatus:
 
 def _deployment(name: str, values: Mapping[str, Any]) -> DeploymentStatus:
     groups = [_group(group) for group in values.get("groups", ()) if isinstance(group, Mapping)]
-    return DeploymentStatus(name, bool(values.get("is_ready")), _numbers(values), groups)
+    # `takes_requests` knows of the queue as well; an older broker does not say it.
+    is_ready = bool(values.get("takes_requests", values.get("is_ready")))
+    return DeploymentStatus(name, is_ready, _numbers(values), groups, Histogram.from_map(values.get("queue_time")))
 
 
 def _group(values: Mapping[str, Any]) -> GroupStatus:
@@ -83,7 +97,12 @@ def _group(values: Mapping[str, Any]) -> GroupStatus:
     total_blocks = numbers.get(ENGINE + "total_blocks")
     if total_blocks:
         numbers["kv_usage_ratio"] = numbers.get(ENGINE + "used_blocks", 0.0) / total_blocks
-    return GroupStatus(str(values.get("group", "")), max_model_len if isinstance(max_model_len, int) else None, numbers)
+    return GroupStatus(
+        str(values.get("group", "")),
+        values.get("state") == "ready",
+        max_model_len if isinstance(max_model_len, int) else None,
+        numbers,
+    )
 
 
 def _maps(values: Any) -> list[tuple[str, Mapping[str, Any]]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mii_zmq.config import check_deployment_name
 from mii_zmq.errors import ConfigError, InternalError, InvalidRequest, MiiError, UnknownDeployment
 from mii_zmq.gateway.metrics import Metrics, StreamClock
+from mii_zmq.gateway.terms import Terms
 
 if TYPE_CHECKING:
     from mii_zmq.client import AsyncClient, Completion, Generation
@@ -36,12 +37,13 @@ def check_count(num_prompts: int, num_choices: int, param: str) -> None:
 
 @contextlib.contextmanager
 def submitted(
-    client: AsyncClient, deployment: str, bodies: Sequence[GenerateBody], *, stream: bool, priority: int = 0
+    client: AsyncClient, deployment: str, bodies: Sequence[GenerateBody], terms: Terms, *, stream: bool
 ) -> Iterator[list[Generation]]:
     """Send all bodies; cancels what is unfinished when the block is left.
 
     Raises:
         UnknownDeployment: the name cannot be one.
+        DeadlineExceeded: there is no time left.
     """
     try:
         check_deployment_name(deployment)
@@ -50,7 +52,15 @@ def submitted(
     generations: list[Generation] = []
     try:
         for body in bodies:
-            generations.append(client.generate(deployment, body, stream=stream, priority=priority))  # noqa: PERF401
+            generation = client.generate(
+                deployment,
+                body,
+                stream=stream,
+                tenant=terms.tenant,
+                priority=terms.priority,
+                deadline_s=terms.left_s(),
+            )
+            generations.append(generation)
         yield generations
     finally:
         for generation in generations:

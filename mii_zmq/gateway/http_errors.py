@@ -17,7 +17,7 @@ from mii_zmq.errors import MiiError, RequestError
 
 OPENAI_PREFIX = "/v1/"
 JSON = "application/json"
-_OPENAI_CODES = {"unknown_deployment": "model_not_found", "overloaded": "rate_limit_exceeded"}
+_OPENAI_CODES = {"unknown_deployment": "model_not_found", "tenant_overloaded": "rate_limit_exceeded"}
 _OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
 

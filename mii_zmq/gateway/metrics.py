@@ -9,43 +9,19 @@ groups: never text that a client chose freely.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mii_zmq.gateway.broker_status import ENGINE_COUNTERS, BrokerStatus
+from mii_zmq.gateway.service_metrics import counter, histogram, service_families
+from mii_zmq.telemetry import LONG_S, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
-LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-
-
-class Histogram:
-    """Counts per bucket; `count` observations of one value cost as much as one."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
-        cumulative, seen = [], 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            seen += count
-            cumulative.append(("+Inf" if bound == float("inf") else str(bound), float(seen)))
-        return cumulative
 
 
 class Metrics:
@@ -59,15 +35,15 @@ class Metrics:
         self.generated_tokens: Counter[str] = Counter()
         self.num_slow_readers = 0
         self.num_in_flight = 0
-        self.first_token_s: dict[str, Histogram] = {}
-        self.request_s: dict[str, Histogram] = {}
+        self.first_token_s: dict[tuple[str], Histogram] = {}
+        self.request_s: dict[tuple[str], Histogram] = {}
         self.inter_token_s = Histogram(SHORT_S)
 
     def observe_first_token(self, route: str, seconds: float) -> None:
-        self.first_token_s.setdefault(route, Histogram(LONG_S)).observe(seconds)
+        self.first_token_s.setdefault((route,), Histogram(LONG_S)).observe(seconds)
 
     def observe_request(self, route: str, seconds: float) -> None:
-        self.request_s.setdefault(route, Histogram(LONG_S)).observe(seconds)
+        self.request_s.setdefault((route,), Histogram(LONG_S)).observe(seconds)
 
     def count_tokens(self, deployment: str, prompt: int, cached: int, generated: int) -> None:
         """Count a finished generation."""
@@ -75,15 +51,16 @@ class Metrics:
         self.cached_tokens[deployment] += cached
         self.generated_tokens[deployment] += generated
 
-    def render(self, status: BrokerStatus | None, client_is_connected: bool) -> bytes:
-        """The Prometheus text page; `status` is None while no broker answers."""
+    def render(self, status: BrokerStatus | None, client_is_connected: bool, own: Mapping[str, float]) -> bytes:
+        """The Prometheus text page; `status` is None while no broker answers, `own` are gauges of this process."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Page([*self._families(), *_broker_families(status, client_is_connected)]))
+        families = [*self._families(), *_broker_families(status, client_is_connected), *service_families(status, own)]
+        registry.register(_Page(families))
         return generate_latest(registry)
 
     def _families(self) -> Iterator[Metric]:
-        yield _counter("mii_gateway_http_requests", "HTTP requests answered", ("route", "code"), self.http_requests)
-        yield _counter(
+        yield counter("mii_gateway_http_requests", "HTTP requests answered", ("route", "code"), self.http_requests)
+        yield counter(
             "mii_gateway_stream_errors", "Streams that ended with an error event", ("route", "code"), self.stream_errors
         )
         for name, text, tokens in (
@@ -92,14 +69,15 @@ class Metrics:
             ("generated", "Output tokens of finished generations", self.generated_tokens),
         ):
             by_label = {(deployment,): count for deployment, count in tokens.items()}
-            yield _counter(f"mii_gateway_{name}_tokens", text, ("deployment",), by_label)
-        yield _counter("mii_gateway_slow_readers", "Streams cut because nobody read", (), {(): self.num_slow_readers})
+            yield counter(f"mii_gateway_{name}_tokens", text, ("deployment",), by_label)
+        yield counter("mii_gateway_slow_readers", "Streams cut because nobody read", (), {(): self.num_slow_readers})
         yield GaugeMetricFamily("mii_gateway_requests_in_flight", "Requests in progress", value=self.num_in_flight)
-        yield _histogram("mii_gateway_time_to_first_token_seconds", "Arrival to first token", self.first_token_s)
-        yield _histogram("mii_gateway_request_seconds", "Arrival to last token", self.request_s)
-        gaps = HistogramMetricFamily("mii_gateway_inter_token_latency_seconds", "Time between tokens of a stream")
-        gaps.add_metric([], self.inter_token_s.buckets(), self.inter_token_s.total)
-        yield gaps
+        yield histogram(
+            "mii_gateway_time_to_first_token_seconds", "Arrival to first token", ("route",), self.first_token_s
+        )
+        yield histogram("mii_gateway_request_seconds", "Arrival to last token", ("route",), self.request_s)
+        gaps = {(): self.inter_token_s}
+        yield histogram("mii_gateway_inter_token_latency_seconds", "Time between tokens of a stream", (), gaps)
 
 
 class StreamClock:
@@ -138,20 +116,6 @@ class _Page(Collector):
         return self._families
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for label_values, value in values.items():
-        family.add_metric(label_values, value)
-    return family
-
-
-def _histogram(name: str, text: str, by_route: dict[str, Histogram]) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=("route",))
-    for route, histogram in by_route.items():
-        family.add_metric((route,), histogram.buckets(), histogram.total)
-    return family
-
-
 def _broker_families(status: BrokerStatus | None, client_is_connected: bool) -> Iterator[Metric]:
     yield GaugeMetricFamily("mii_broker_up", "A broker answers", value=int(client_is_connected and status is not None))
     if status is None:
@@ -162,7 +126,7 @@ def _broker_families(status: BrokerStatus | None, client_is_connected: bool) -> 
         yield CounterMetricFamily(f"mii_broker_{name}", f"The broker's count of {name}", value=value)
     for name, by_reason in status.labelled_counters.items():
         labelled = {(reason,): number for reason, number in by_reason.items()}
-        yield _counter(f"mii_broker_{name}", f"The broker's count of {name}", ("reason",), labelled)
+        yield counter(f"mii_broker_{name}", f"The broker's count of {name}", ("reason",), labelled)
     deployments = list(status.deployments.values())
     for name in status.deployment_numbers():
         gauge = GaugeMetricFamily(f"mii_deployment_{name}", f"Per deployment: {name}", labels=("deployment",))

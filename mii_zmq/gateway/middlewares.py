@@ -32,10 +32,17 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Takes the client's request id where it is harmless, else makes one; `add_headers` sends it back."""
+    """Takes the client's request id where it is harmless, else makes one; `add_headers` sends it back.
+
+    The door is told that a header has come.
+    """
     given = request.headers.get(REQUEST_ID_HEADER, "")
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-    return await handler(request)
+    door = request.app[GATEWAY].door
+    if door is None:
+        return await handler(request)
+    with door.serving(request.transport):
+        return await handler(request)
 
 
 @web.middleware
@@ -89,7 +96,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         response.headers[REQUEST_ID_HEADER] = request_id
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["Server"] = "mii_zmq"
-    if request.app[GATEWAY].is_draining:
+    if request.app[GATEWAY].is_leaving:
         response.force_close()
         response.headers["Connection"] = "close"  # aiohttp has written its own by now
 

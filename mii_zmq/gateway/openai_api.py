@@ -7,6 +7,7 @@ A model is a deployment. Handlers only; requests are understood in `openai_schem
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -28,18 +29,19 @@ from mii_zmq.gateway.openai_schemas import (
 from mii_zmq.gateway.request_body import read_fields
 from mii_zmq.gateway.sse import encode, respond
 from mii_zmq.gateway.state import GATEWAY
+from mii_zmq.gateway.terms import Terms, terms_of
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handler of POST /v1/chat/completions."""
-    clock = StreamClock(request.app[GATEWAY].metrics, route_of(request))
-    return await _answer(request, parse_chat(await read_fields(request)), clock, is_chat=True)
+    clock, terms = StreamClock(request.app[GATEWAY].metrics, route_of(request)), terms_of(request)
+    return await _answer(request, parse_chat(await read_fields(request)), terms, clock, is_chat=True)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handler of POST /v1/completions."""
-    clock = StreamClock(request.app[GATEWAY].metrics, route_of(request))
-    return await _answer(request, parse_completion(await read_fields(request)), clock, is_chat=False)
+    clock, terms = StreamClock(request.app[GATEWAY].metrics, route_of(request)), terms_of(request)
+    return await _answer(request, parse_completion(await read_fields(request)), terms, clock, is_chat=False)
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -61,10 +63,12 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def _answer(
-    request: web.Request, asked: OpenAIRequest, clock: StreamClock, *, is_chat: bool
+    request: web.Request, asked: OpenAIRequest, terms: Terms, clock: StreamClock, *, is_chat: bool
 ) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
-    sent = submitted(gateway.client, asked.model, asked.bodies(), stream=asked.stream, priority=asked.priority)
+    if asked.priority:
+        terms = replace(terms, priority=asked.priority)
+    sent = submitted(gateway.client, asked.model, asked.bodies(), terms, stream=asked.stream)
     try:
         with gateway.running(), sent as generations:
             prefix = "chatcmpl" if is_chat else "cmpl"

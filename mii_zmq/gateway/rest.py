@@ -26,6 +26,7 @@ from mii_zmq.gateway.middlewares import route_of
 from mii_zmq.gateway.request_body import Fields, decode_field, read_fields
 from mii_zmq.gateway.sse import encode, respond
 from mii_zmq.gateway.state import GATEWAY
+from mii_zmq.gateway.terms import terms_of
 from mii_zmq.protocol import GenerateBody
 from mii_zmq.sampling_params import IGNORED_FIELDS, SamplingParams, unknown_field
 
@@ -62,10 +63,11 @@ async def generate(request: web.Request) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     deployment = request.match_info["deployment"]
     clock = StreamClock(gateway.metrics, route_of(request))
+    terms = terms_of(request)
     asked = parse(await read_fields(request))
     with (
         gateway.running(),
-        submitted(gateway.client, deployment, asked.bodies(), stream=asked.stream) as generations,
+        submitted(gateway.client, deployment, asked.bodies(), terms, stream=asked.stream) as generations,
     ):
         if asked.stream:
             return await respond(request, deployment, generations, MiiEvents(), clock)

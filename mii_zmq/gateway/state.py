@@ -17,7 +17,9 @@ from aiohttp import web
 
 from mii_zmq.errors import Draining
 from mii_zmq.gateway.broker_status import BrokerStatus
+from mii_zmq.gateway.door import Door
 from mii_zmq.gateway.metrics import Metrics
+from mii_zmq.telemetry import LoopLag
 
 if TYPE_CHECKING:
     from mii_zmq.client import AsyncClient
@@ -41,6 +43,12 @@ class Gateway:
         self.client = client
         self.metrics = Metrics()
         self.started_at = time.time()
+        self.door: Door | None = None
+        self.loop_lag = LoopLag()
+        self.was_ready = False
+        """Some group has been there to take a request."""
+        self.is_leaving = False
+        """Told to end: not ready any more, but what comes on connections that were just made is still served."""
         self.is_draining = False
         self.body_timeout_s = BODY_TIMEOUT_S
         self.write_timeout_s = WRITE_TIMEOUT_S
@@ -92,7 +100,7 @@ class Gateway:
 
         Returns whether all of them could finish.
         """
-        self.is_draining = True
+        self.is_leaving = self.is_draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
             return True
@@ -120,6 +128,7 @@ class Gateway:
         self._status = None
         self._status = BrokerStatus.parse(await self.client.status())
         self._status_at = time.monotonic()
+        self.was_ready = self.was_ready or any(d.has_groups for d in self._status.deployments.values())
         return self._status
 
 

@@ -39,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         worker_config = from_arguments(options, WorkerConfig)
         return uvloop.run(run_group(engine_config, worker_config, parent))
     except StartupError as error:
-        log.error("%s", error.message)
         parent.announce(error=error.message)
+        if not parent.has_reader:
+            log.error("%s", error.message)
         return 1
 
 

@@ -32,10 +32,11 @@ class ActiveRequest:
     """Monotonic time of arrival."""
     is_cancelled: bool = False
     """Nothing more is delivered; the engine's finishing row ends it."""
+    next_seq: int = 0
+    """Of the next row: a stream that comes from another group continues that one's numbers."""
     prompt_length: int = 0
     num_cached_tokens: int = 0
     _processor: OutputProcessor | None = None
-    _seq: int = 0
     _num_delivered: int = 0
     """Output tokens that the client has, resumed ones included."""
     _held_ids: list[int] = field(default_factory=list)
@@ -113,8 +114,8 @@ class ActiveRequest:
     def _delta(self, text: str, reason: str | None) -> TokenDelta:
         held = self._held_ids
         ids = held[0].to_bytes(4, "little") if len(held) == 1 else ids_to_bytes(held)
-        delta = TokenDelta(self.request_id, self._seq, self._num_delivered, ids, text.encode(), reason)
-        self._seq += 1
+        delta = TokenDelta(self.request_id, self.next_seq, self._num_delivered, ids, text.encode(), reason)
+        self.next_seq += 1
         self._num_delivered += len(held)
         held.clear()
         return delta

@@ -34,18 +34,15 @@ from mii_zmq.protocol import (
 )
 from mii_zmq.worker.active_request import ActiveRequest
 from mii_zmq.worker.broker_link import BrokerLink
-from mii_zmq.worker.engine_channel import OutputRow, StepReport, load_from_values, load_values
+from mii_zmq.worker.engine_channel import LOAD_FIELDS, OutputRow, StepReport, load_from_values, load_values
 from mii_zmq.worker.engine_handle import EngineHandle
 from mii_zmq.worker.intake import Intake
 from mii_zmq.worker.text import PreparedSequence
+from mii_zmq.worker.watchdog import Watchdog
 
 ORDINARY_ENDS = (None, "stop", "length")
-ENGINE_SILENCE_S = 10.0
-"""An engine that has not reported for this long, or for SILENT_STEPS steps, gives no heartbeat."""
-ENGINE_HANG_S = 120.0
-"""After this long (or HUNG_STEPS steps) it counts as lost."""
-SILENT_STEPS = 20
-HUNG_STEPS = 200
+WATCH_S = 0.25
+RUNNING, WAITING = LOAD_FIELDS.index("running"), LOAD_FIELDS.index("waiting")
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +60,14 @@ class Outbox:
 class Actor:
     """Requests of one worker group. Belongs to its event loop; only `_prepare` runs in the tokenizer threads."""
 
-    def __init__(self, engine: EngineHandle, intake: Intake, registration: Ready, tokenizer_threads: int) -> None:
+    def __init__(
+        self,
+        engine: EngineHandle,
+        intake: Intake,
+        registration: Ready,
+        tokenizer_threads: int,
+        watchdog: Watchdog,
+    ) -> None:
         self.is_draining = False
         self.drain_requested = asyncio.Event()
         """Set when a broker asks the group to drain."""
@@ -80,7 +84,9 @@ class Actor:
         self._idle.set()
         self._last_report = time.monotonic()
         self._report = StepReport(0, (), load_values(Load()))
-        self._is_engine_silent = False
+        self._watchdog = watchdog
+        self._is_engine_stalled = False
+        self._watch_timer = self._loop.call_soon(self._watch)
 
     @property
     def num_requests(self) -> int:
@@ -99,6 +105,7 @@ class Actor:
 
     def close(self, reason: str) -> None:
         """Leave the brokers; they retry what is still in flight."""
+        self._watch_timer.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         for link in self.links:
             link.close(reason)
@@ -111,19 +118,34 @@ class Actor:
         return self._registration
 
     def heartbeat(self) -> WorkerHeartbeat | None:
-        """The group's state with the engine's last load; None when the engine has been silent for too long."""
-        silent_s = time.monotonic() - self._last_report
-        load = load_from_values(self._report.load)
-        if silent_s > max(ENGINE_HANG_S, HUNG_STEPS * load.step_ms / 1000):
-            self._engine.declare_lost(InternalError(f"the engine has not reported for {silent_s:.0f} s"))
-        was_silent = self._is_engine_silent
-        self._is_engine_silent = silent_s > max(ENGINE_SILENCE_S, SILENT_STEPS * load.step_ms / 1000)
-        if self._is_engine_silent:
-            if not was_silent:
-                log.warning("the engine has not reported for %.0f s; no heartbeats until it does", silent_s)
+        """The group's state with the engine's last load; None while the engine does not get on."""
+        if self._is_engine_stalled:
             return None
-        state = "draining" if self.is_draining else "ready"
-        return WorkerHeartbeat(incarnation=self._registration.incarnation, state=state, load=load)
+        return WorkerHeartbeat(
+            incarnation=self._registration.incarnation,
+            state="draining" if self.is_draining else "ready",
+            load=load_from_values(self._report.load),
+            report_age_ms=int(1000 * (time.monotonic() - self._last_report)),
+        )
+
+    def _watch(self) -> None:
+        watchdog = self._watchdog
+        watchdog.tick(time.monotonic(), bool(self._by_seq))
+        was_stalled, self._is_engine_stalled = self._is_engine_stalled, watchdog.is_stalled
+        if watchdog.is_hung:
+            self._engine.declare_lost(
+                InternalError(
+                    f"the engine has not got on for {watchdog.stuck_s:.1f} s since step {self._report.step}, so it "
+                    "counts as hung (see --step-timeout-s)"
+                )
+            )
+            return
+        if self._is_engine_stalled and not was_stalled:
+            log.warning(
+                "the engine has not got on for %.1f s since step %d; no heartbeats until it does, and after %.1f s it "
+                "is killed", watchdog.stuck_s, self._report.step, watchdog.limit_s,
+            )  # fmt: skip
+        self._watch_timer = self._loop.call_later(WATCH_S, self._watch)
 
     def on_broker_message(self, link: BrokerLink, message: Message) -> None:
         if message.verb is Verb.GENERATE:
@@ -142,6 +164,10 @@ class Actor:
         """Deliver one step's rows: at most one TOKENS message per client connection, then what ends requests."""
         self._last_report = time.monotonic()
         self._report = report
+        is_busy = report.load[RUNNING] > 0 or report.load[WAITING] > 0
+        self._watchdog.on_report(report.step, is_busy, bool(report.rows), self._last_report)
+        if self._is_engine_stalled:
+            self._is_engine_stalled = self._watchdog.is_stalled
         outboxes: dict[tuple[int, int], Outbox] = {}
         ended: list[tuple[ActiveRequest, str | MiiError]] = []
         to_cancel: list[int] = []
@@ -219,6 +245,7 @@ class Actor:
             stream=header.stream,
             seq_id=next(self._seq_ids),
             started=time.monotonic(),
+            next_seq=header.first_seq,
         )
         self._by_id[key] = request
         self._idle.clear()

@@ -3,7 +3,8 @@
 
 The history of token ids lives on the device, because a sampled id is written there and read by the next step before
 the host has seen it. Block tables are needed on the host, where attention is planned. All arrays of a step are made
-by a few vectorised operations. Knows nothing of the model but its context length.
+by a few vectorised operations. Knows nothing of the model but its context length and the length at which it rotates
+positions differently.
 """
 
 from __future__ import annotations
@@ -20,14 +21,26 @@ from mii_zmq.worker.plan import StepPlan, StepRow
 
 
 class SlotState:
-    """One row per slot: token ids (on the device) and block table (on the host)."""
+    """One row per slot: token ids (on the device), block table and rope length (on the host)."""
 
-    def __init__(self, max_sequences: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_sequences: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        rope_border: int | None = None,
+        recomputes_at_border: bool = False,
+    ) -> None:
+        """The last two as in `EngineLimits`; without a border no rope lengths are kept."""
         self.block_size = block_size
         self.device = device
         # One more than the longest sequence, so that the token drawn behind it has a place.
         self.token_ids = torch.zeros(max_sequences, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_tables = np.zeros((max_sequences, -(-max_model_len // block_size)), dtype=np.int64)
+        self.fixed_rope_lengths = None if rope_border is None else np.zeros(max_sequences, dtype=np.int64)
+        """Least rope length of any token in the slot; one at position p has max(this, p + 1)."""
+        self._recomputes_at_border = recomputes_at_border
         self._num_blocks = [0] * max_sequences
 
     def apply(self, plan: StepPlan) -> None:
@@ -37,6 +50,8 @@ class SlotState:
         for new in plan.new:
             ids = torch.tensor(new.token_ids, dtype=torch.int32)
             self.token_ids[new.slot, : len(ids)] = ids.to(self.device)
+            if self.fixed_rope_lengths is not None:
+                self.fixed_rope_lengths[new.slot] = new.fixed_rope_length(self._recomputes_at_border)
             self._num_blocks[new.slot] = 0
             self._append_blocks(new.slot, new.block_ids)
         for row in plan.rows:
@@ -64,6 +79,19 @@ class SlotState:
 
 
 @dataclass(frozen=True)
+class ScoredRow:
+    """A row of which the probabilities of the known tokens behind its own are wanted."""
+
+    slot: int
+    start: int
+    """Position of its first token."""
+    count: int
+    """Of its tokens that have a known successor."""
+    first_logit: int
+    """Row of the logits that belongs to its first token."""
+
+
+@dataclass(frozen=True)
 class RaggedBatch:
     """A step ready to run."""
 
@@ -74,6 +102,9 @@ class RaggedBatch:
     """Position of each drawn token."""
     plan_order: list[int]
     """Index into the drawn tokens, for each row of the plan that samples."""
+    sample_logits: Tensor | None = None
+    """Rows of the logits that are sampled; None: all of them."""
+    scored: tuple[ScoredRow, ...] = ()
 
 
 def build_batch(plan: StepPlan, state: SlotState) -> RaggedBatch:
@@ -93,6 +124,14 @@ def build_batch(plan: StepPlan, state: SlotState) -> RaggedBatch:
     width = -(-int(lengths.max()) // state.block_size)
     samples = np.array([row.sample for row in rows], dtype=bool)[order]
     positions_on_device = _to_device(positions, state.device)
+    rope_lengths = None
+    if state.fixed_rope_lengths is not None:
+        rope_lengths = _to_device(np.maximum(state.fixed_rope_lengths[token_slots], positions + 1), state.device)
+    sample_tokens = query_start_loc[1:][samples] - 1
+    logit_tokens: np.ndarray = sample_tokens
+    scored: tuple[ScoredRow, ...] = ()
+    if any(row.score for row in rows):
+        logit_tokens, scored = _add_scored([rows[index] for index in order], query_start_loc, sample_tokens)
     forward = ForwardBatch(
         token_ids=state.token_ids[_to_device(token_slots, state.device), positions_on_device],
         positions=positions_on_device,
@@ -100,7 +139,8 @@ def build_batch(plan: StepPlan, state: SlotState) -> RaggedBatch:
             _to_device(block_ids, state.device), _to_device(positions % state.block_size, state.device)
         ),
         layout=RaggedLayout(query_start_loc, lengths, state.block_tables[slots, :width], state.block_size),
-        logit_rows=_to_device(query_start_loc[1:][samples] - 1, state.device) if samples.any() else None,
+        logit_rows=_to_device(logit_tokens, state.device) if len(logit_tokens) else None,
+        rope_lengths=rope_lengths,
     )
     sampled_order = order[samples]
     return RaggedBatch(
@@ -108,6 +148,24 @@ def build_batch(plan: StepPlan, state: SlotState) -> RaggedBatch:
         sample_slots=slots[samples].tolist(),
         sample_positions=lengths[samples].tolist(),
         plan_order=np.argsort(sampled_order).tolist(),
+        sample_logits=_to_device(np.searchsorted(logit_tokens, sample_tokens), state.device) if scored else None,
+        scored=scored,
+    )
+
+
+def _add_scored(
+    rows: list[StepRow], query_start_loc: np.ndarray, sample_tokens: np.ndarray
+) -> tuple[np.ndarray, tuple[ScoredRow, ...]]:
+    """Tokens whose logits are wanted, in order, when those of whole rows are; rows are in the batch's order."""
+    scored = [(row, begin) for row, begin in zip(rows, query_start_loc[:-1].tolist(), strict=True) if row.score]
+    is_wanted = np.zeros(query_start_loc[-1], dtype=bool)
+    is_wanted[sample_tokens] = True
+    for row, begin in scored:
+        is_wanted[begin : begin + row.num_tokens] = True
+    logit_tokens = np.flatnonzero(is_wanted)
+    return logit_tokens, tuple(
+        ScoredRow(row.slot, row.start, row.num_tokens - row.sample, int(np.searchsorted(logit_tokens, begin)))
+        for row, begin in scored
     )
 
 

@@ -4,8 +4,9 @@
 Owns the ids of the pool's blocks, their reference counts and the prefix cache (chained hash of full blocks -> block).
 Knows neither sequences nor memory: callers keep block tables and hand ids back. A block is in exactly one of three
 states: free (no content worth keeping), idle (no holder, but its content is registered and may be found again) or
-used (at least one holder). Free and idle blocks can be allocated, idle ones in least-recently-used order. Every
-operation costs O(1) per block touched.
+used (at least one holder). Free and idle blocks can be allocated, idle ones in least-recently-used order. Content may
+be condemned: nobody finds it any more, and it must be zeroed before the block is written again. Every operation costs
+O(1) per block touched.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class BlockManager:
         self._refs: list[int]
         self._hash_of: list[bytes | None]
         self._block_of: dict[bytes, int]
+        self._condemned: set[int] = set()
+        """Blocks in use of which the content is not to be trusted."""
+        self._to_zero: list[int] = []
         self.reset()
 
     def reset(self) -> None:
@@ -44,6 +48,8 @@ class BlockManager:
         self._refs = [0] * self.num_blocks
         self._hash_of = [None] * self.num_blocks
         self._block_of = {}
+        self._to_zero += self._condemned
+        self._condemned.clear()
 
     @property
     def num_free(self) -> int:
@@ -62,9 +68,10 @@ class BlockManager:
     def refs(self, block_id: int) -> int:
         return self._refs[block_id]
 
-    def root_hash(self, cache_salt: str) -> bytes:
-        """The parent of a sequence's first block: nothing is shared between models or salts."""
+    def root_hash(self, cache_salt: str, rope_regime: int = 0) -> bytes:
+        """The parent of a sequence's first block: nothing is shared between models, salts or rotary regimes."""
         digest = blake2b(len(self._model).to_bytes(8, "little") + self._model, digest_size=32)
+        digest.update(rope_regime.to_bytes(8, "little"))
         digest.update(cache_salt.encode("utf-8", "surrogatepass"))
         return digest.digest()
 
@@ -124,6 +131,9 @@ class BlockManager:
             if refs == 0:
                 if self._hash_of[block_id] is None:
                     self._free.append(block_id)
+                    if block_id in self._condemned:
+                        self._condemned.remove(block_id)
+                        self._to_zero.append(block_id)
                 else:
                     self._idle[block_id] = None
             elif refs < 0:
@@ -131,7 +141,7 @@ class BlockManager:
 
     def register(self, block_id: int, block_hash: bytes) -> bool:
         """Make a used, full block findable. False: another block with this content is registered already."""
-        if not self.prefix_cache or block_hash in self._block_of:
+        if not self.prefix_cache or block_hash in self._block_of or block_id in self._condemned:
             return False
         self._unregister(block_id)
         self._hash_of[block_id] = block_hash
@@ -145,6 +155,27 @@ class BlockManager:
             if block_id in self._idle:
                 del self._idle[block_id]
                 self._free.append(block_id)
+
+    def condemn(self, block_ids: Iterable[int]) -> None:
+        """As `invalidate`; besides, each block is to be zeroed as soon as nobody holds it."""
+        for block_id in block_ids:
+            self.invalidate((block_id,))
+            if self._refs[block_id]:
+                self._condemned.add(block_id)
+            else:
+                self._to_zero.append(block_id)
+
+    def is_registered(self, block_id: int) -> bool:
+        return self._hash_of[block_id] is not None
+
+    def take_zeroed(self) -> list[int]:
+        """Blocks that the next step must fill with zeros before anything else; they count as zeroed from here on."""
+        block_ids, self._to_zero = self._to_zero, []
+        return block_ids
+
+    def put_back_zeroed(self, block_ids: list[int]) -> None:
+        """The step that was to zero them did not, or may not have."""
+        self._to_zero += block_ids
 
     def reset_prefix_cache(self) -> None:
         """Forget all content (after new weights, or on request); sequences that hold blocks go on."""
@@ -183,6 +214,8 @@ class BlockManager:
             _require(block_hash is None or self._block_of.get(block_hash) == block_id, f"block {block_id}: stale hash")
             _require(block_id not in idle or block_hash is not None, f"idle block {block_id} has no content")
             _require(block_id not in free or block_hash is None, f"free block {block_id} has content")
+            is_condemned = block_id in self._condemned
+            _require(not is_condemned or (refs > 0 and block_hash is None), f"block {block_id} is condemned for ever")
         registered = sum(block_hash is not None for block_hash in self._hash_of)
         _require(registered == len(self._block_of), "the prefix index and the blocks' hashes differ")
 

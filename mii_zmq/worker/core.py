@@ -2,8 +2,9 @@
 """The overlapped execution loop: one scheduler, one executor, at most two steps in flight.
 
 `step` plans and submits step n + 1 before it reads the result of step n, so that planning and staging hide behind the
-device's work. A step that raises ends the sequences in it and nothing else; after `MAX_FAILED_STEPS` of them without a
-good one between, the device counts as dead and `step` raises. Knows neither tensors nor sockets; driven by one thread.
+device's work. After a step that raises its sequences are computed again: in smaller steps if memory ran out, else apart
+from each other, so that only the one with which steps fail ends by it. A fault of the device makes `step` raise, as do
+`MAX_FAILED_STEPS` failed steps without a good one between. Knows neither tensors nor sockets; driven by one thread.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Protocol
 from mii_zmq.errors import InternalError
 from mii_zmq.worker.plan import EngineLimits, EngineStats, Executor, PendingStep, SequenceOutput, SequenceRequest
 from mii_zmq.worker.scheduler import Scheduler
+from mii_zmq.worker.step_faults import FaultKind, classify
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 8
-"""In a row: more than one bad request causes, few enough that a dead device fails little before the engine ends."""
+MAX_FAILED_STEPS = 16
+"""In a row: more than the search for one bad request among a thousand takes, few enough that a dead device ends before
+anybody is blamed for it."""
 
 TraceEntry = tuple[str, int]
 """'plan', 'submit' or 'read', and the step's number."""
@@ -50,8 +53,12 @@ class EngineCore:
         self._clock = clock
         self._trace = trace
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
+        self._last_taken = 0
+        """The newest step that the executor took."""
         self._num_failed_steps = 0
         """Since the last good one."""
+        self._end: InternalError | None = None
+        """Raised by the next step."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -60,7 +67,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """`step` has something to do; false means that it would return nothing until the next `add` or `cancel`."""
-        return bool(self._in_flight) or self.scheduler.has_work
+        return bool(self._in_flight) or self.scheduler.has_work or self._end is not None
 
     def add(self, request: SequenceRequest) -> None:
         """Take a sequence; its outputs come from `step`, the last of them with a finish_reason.
@@ -78,13 +85,22 @@ class EngineCore:
         """Keep the device busy and return what became known. Waits for a step only when there is one to read.
 
         Raises:
-            InternalError: one step after the other fails; the engine is of no use any more and should be restarted.
+            InternalError: the engine is of no use any more and should be restarted: the device or a rank is lost, or
+                steps or requests keep failing with nobody to blame.
         """
+        if self._end is not None:
+            raise self._end
         outputs: list[SequenceOutput] = []
         was_submitted = self._submit_next(outputs)
         if self._in_flight and (len(self._in_flight) > 1 or not was_submitted):
             self._read_oldest(outputs)
         outputs += self.scheduler.take_outputs()
+        if self.scheduler.recovery.is_hopeless:
+            # With the next call, so that these outputs arrive.
+            self._end = InternalError(
+                "steps keep failing whatever is in them, or no request gets finite logits any more; the device or the "
+                "weights in it count as broken"
+            )
         return outputs
 
     def stats(self) -> EngineStats:
@@ -107,11 +123,16 @@ class EngineCore:
         self._note("plan", plan.step)
         try:
             pending = self.executor.submit(plan)
-        except Exception as error:
-            logger.exception("step %d could not be submitted; its sequences end", plan.step)
-            message = _one_line(f"step {plan.step} could not be submitted", error)
-            self._fail_step(plan.step, message, outputs, submitted=False)
+        except Exception as error:  # noqa: BLE001
+            # What earlier steps yield is sound, and has to be known before anything starts over. If one of them fails,
+            # that starts this one over as well.
+            num_failed_steps = self.scheduler.recovery.num_failed_steps
+            while self._in_flight:
+                self._read_oldest(outputs)
+            if self.scheduler.recovery.num_failed_steps == num_failed_steps:
+                self._on_failure(plan.step, f"step {plan.step} could not be submitted", error, outputs)
             return False
+        self._last_taken = plan.step
         self._in_flight.append((plan.step, pending))
         self._note("submit", plan.step)
         return True
@@ -120,25 +141,47 @@ class EngineCore:
         step, pending = self._in_flight.popleft()
         try:
             result = pending.result()
-            self._note("read", step)
-            outputs += self.scheduler.complete(result)
-            self._num_failed_steps = 0
-        except Exception as error:
-            logger.exception("step %d failed; its sequences end", step)
-            self._fail_step(step, _one_line(f"step {step} failed", error), outputs, submitted=True)
-
-    def _fail_step(self, step: int, message: str, outputs: list[SequenceOutput], *, submitted: bool) -> None:
+        except Exception as error:  # noqa: BLE001
+            self._on_failure(step, f"step {step} failed", error, outputs)
+            return
+        self._note("read", step)
         try:
-            outputs += self.scheduler.fail_step(step, message, submitted=submitted)
+            outputs += self.scheduler.complete(result)
+        except Exception as error:
+            logger.exception("the scheduler failed on step %d; every sequence of the engine ends", step)
+            outputs += self.scheduler.fail_all(_one_line("the scheduler failed", error), step)
+        self._num_failed_steps = 0
+
+    def _on_failure(self, step: int, what: str, error: Exception, outputs: list[SequenceOutput]) -> None:
+        message = _one_line(what, error)
+        kind = self._abandon_steps(classify(error))
+        if kind is FaultKind.FATAL:
+            raise InternalError(f"{message}; the engine cannot go on after that") from error
+        self._num_failed_steps += 1
+        logger.warning("%s; its sequences are computed again", message, exc_info=self._num_failed_steps == 1)
+        try:
+            if self.scheduler.retry(step, self._last_taken, message, is_memory=kind is FaultKind.MEMORY):
+                self._num_failed_steps -= 1
         except Exception:
             logger.exception("the scheduler's accounting is broken; every sequence of the engine ends")
             outputs += self.scheduler.fail_all(message)
-        self._num_failed_steps += 1
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise InternalError(
                 f"{self._num_failed_steps} steps failed one after the other, so the device counts as dead; the last: "
                 f"{message}"
             )
+
+    def _abandon_steps(self, kind: FaultKind) -> FaultKind:
+        """Wait for the steps behind a failed one, whose results mean nothing. Returns the worst fault of all."""
+        while self._in_flight:
+            step, pending = self._in_flight.popleft()
+            try:
+                self.scheduler.recovery.abandon(pending.result())
+            except Exception as error:  # noqa: BLE001
+                logger.info("%s", _one_line(f"step {step} failed too", error))
+                if classify(error) is FaultKind.FATAL:
+                    kind = FaultKind.FATAL
+        return kind
 
     def _note(self, event: str, step: int) -> None:
         if self._trace is not None:

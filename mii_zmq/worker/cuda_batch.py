@@ -2,9 +2,9 @@
 """A step plan -> the one int32 buffer that goes to the GPU, and the bucket whose CUDA graph runs it.
 
 The buffer is a fixed part (header, rows, samples, attention tiles), whose offsets are baked into graphs, and behind it
-the step's changes to token histories and block tables. Rows are sorted: those with one token first, they are decodes
-to the kernels whatever the scheduler calls them, unless every row is to be tiles. Knows nothing of the model, of torch
-or of a GPU.
+the step's changes to token histories, block tables and rope lengths. Rows are sorted: those with one token first, they
+are decodes to the kernels whatever the scheduler calls them, unless every row is to be tiles. Knows nothing of torch or
+of a GPU, and of the model only whether its rotary embedding knows lengths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mii_zmq.worker.plan import StepPlan, StepRow
+from mii_zmq.worker.plan import EngineLimits, NewSequence, StepPlan, StepRow
 
 HEADER = 16
 ALIGN = 16
@@ -98,8 +98,12 @@ class PackedStep:
 class StepPacker:
     """Turns plans into buffers; knows how many blocks each slot's table holds."""
 
-    def __init__(self, layout: PackedLayout, history_stride: int, table_stride: int) -> None:
+    def __init__(
+        self, layout: PackedLayout, history_stride: int, table_stride: int, limits: EngineLimits | None = None
+    ) -> None:
+        """`limits`: of a model whose rotary embedding may depend on lengths."""
         self.layout = layout
+        self._limits = limits if limits is not None and limits.rope_border is not None else None
         self._history_stride = history_stride
         self._table_stride = table_stride
         self._num_blocks = [0] * layout.max_sequences
@@ -168,6 +172,8 @@ class StepPacker:
         for new in plan.new:
             records.append((TOKEN_IDS, new.slot * self._history_stride, len(new.token_ids)))
             data += new.token_ids
+            if self._limits is not None:
+                self._set_rope_length(new, self._limits, records, data)
             self._num_blocks[new.slot] = 0
             self._append_blocks(new.slot, new.block_ids, records, data)
         for row in plan.rows:
@@ -181,6 +187,13 @@ class StepPacker:
             table[1:, 3] = table[0, 3] + np.cumsum(table[:-1, 2])
             updates[table.size :] = data
         return updates, len(records), max((length for _, _, length in records), default=0)
+
+    def _set_rope_length(
+        self, new: NewSequence, limits: EngineLimits, records: list[tuple[int, int, int]], data: list[int]
+    ) -> None:
+        """The lengths lie behind the histories."""
+        records.append((TOKEN_IDS, self.layout.max_sequences * self._history_stride + new.slot, 1))
+        data.append(new.fixed_rope_length(limits.recomputes_at_border))
 
     def _append_blocks(
         self, slot: int, block_ids: list[int], records: list[tuple[int, int, int]], data: list[int]

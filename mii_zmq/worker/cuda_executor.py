@@ -3,7 +3,8 @@
 
 `submit` packs the plan, queues everything on one CUDA stream and returns; drawn ids go into the slots' histories on
 the device, where the next step finds them, and reach the host through a ring of pinned buffers when `result` waits for
-the step's event. An exception fails its own step. Knows nothing of scheduling: what a plan says is done.
+the step's event. A sequence whose sampling options cannot be applied fails by itself, any other exception fails its
+step. Knows nothing of scheduling: what a plan says is done.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import triton
 from torch import Tensor
 
 from mii_zmq.errors import InternalError
-from mii_zmq.kernels.triton.argmax import argmax_rows_kernel, argmax_tiles_kernel
 from mii_zmq.kernels.triton.updates import TILE as UPDATE_TILE
 from mii_zmq.kernels.triton.updates import apply_updates_kernel, copy_blocks_kernel
 from mii_zmq.worker.cuda_batch import (
@@ -36,9 +36,9 @@ from mii_zmq.worker.cuda_sampler import CudaSampler
 from mii_zmq.worker.cuda_sampling_slots import SamplingVariant
 from mii_zmq.worker.kv_pool import KvPool
 from mii_zmq.worker.memory_bill import MemoryBill
-from mii_zmq.worker.models.cuda_decoder import CudaDecoder, DeviceState
-from mii_zmq.worker.models.cuda_linear import launch_options
-from mii_zmq.worker.plan import EngineLimits, SamplingSpec, StepPlan, StepResult
+from mii_zmq.worker.models.cuda_buffers import DeviceState
+from mii_zmq.worker.models.cuda_decoder import CudaDecoder
+from mii_zmq.worker.plan import NOT_FINITE, EngineLimits, NewSequence, SamplingSpec, StepPlan, StepResult
 from mii_zmq.worker.sampler import MIN_TEMPERATURE
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,17 @@ RING = 4
 """Steps whose host buffers exist at the same time; more than are ever in flight."""
 UPDATE_WORDS = 1 << 16
 """int32 values of changes that travel in the step's own buffer; more take a buffer of their own."""
-ARGMAX_TILE = 4096
+GREEDY = SamplingVariant()
 
 
 class CudaPendingStep:
     """A queued step."""
 
-    def __init__(self, step: int, packed: PackedStep, out: np.ndarray, event: torch.cuda.Event) -> None:
-        self._step, self._packed, self._out, self._event = step, packed, out, event
+    def __init__(
+        self, step: int, packed: PackedStep, out: np.ndarray, event: torch.cuda.Event, void: dict[int, str]
+    ) -> None:
+        """`void`: slots of the step whose tokens do not count, and why."""
+        self._step, self._packed, self._out, self._event, self._void = step, packed, out, event, void
 
     def done(self) -> bool:
         return bool(self._event.query())
@@ -66,12 +69,10 @@ class CudaPendingStep:
         finite = self._out[1, :num_rows]
         failed = {}
         if not finite.all():
-            failed = {
-                packed.sample_slots[row]: "the model's logits are not finite" for row in np.flatnonzero(finite == 0)
-            }
+            failed = {packed.sample_slots[row]: NOT_FINITE for row in np.flatnonzero(finite == 0)}
         if packed.plan_order is not None:
             token_ids = [token_ids[index] for index in packed.plan_order]
-        return StepResult(self._step, token_ids, failed)
+        return StepResult(self._step, token_ids, {**failed, **self._void})
 
 
 class FailedStep:
@@ -116,20 +117,19 @@ class CudaExecutor:
         self.decoder = decoder
         device = state.packed.device
         self._device, self._state, self._layout, self._pool = device, state, layout, pool
-        self._packer = StepPacker(layout, state.token_ids.stride(0), state.block_tables.stride(0))
+        self._packer = StepPacker(layout, state.token_ids.stride(0), state.block_tables.stride(0), limits)
         self._buckets = decode_buckets(limits.max_sequences)
         self._stream = torch.cuda.Stream(device)
         self.graphs = GraphCache(self._stream, use_graphs)
-        self._sampler = CudaSampler(limits.max_sequences, limits.vocab_size, device, layout.max_rows)
+        pdl = torch.cuda.get_device_capability(device)[0] >= 9
+        self._sampler = CudaSampler(limits.max_sequences, limits.vocab_size, device, layout.max_rows, pdl=pdl)
+        self._sampler.reserve(GREEDY)
         self._is_plain = [True] * limits.max_sequences
         """Slots whose next token is the largest logit, unmasked."""
+        self._void: dict[int, str] = {}
+        """Slots whose sampling options cannot be applied, and why: they draw greedily, and nothing counts."""
         self._ring = [self._make_buffers() for _ in range(RING)]
-        rows = layout.max_rows
-        self._out = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        self._num_tiles = triton.cdiv(limits.vocab_size, ARGMAX_TILE)
-        self._tile_values = torch.zeros(rows * self._num_tiles, dtype=torch.float32, device=device)
-        self._tile_ids = torch.zeros(rows * self._num_tiles, dtype=torch.int32, device=device)
-        self._pdl = torch.cuda.get_device_capability(device)[0] >= 9
+        self._out = torch.zeros(2, layout.max_rows, dtype=torch.int32, device=device)
         self._last_step = 0
         decoder.use_pool(pool.slab)
         torch.cuda.synchronize(device)
@@ -157,7 +157,7 @@ class CudaExecutor:
             for index, rows in enumerate(self._buckets):
                 progress("capturing graphs", index / len(self._buckets))
                 self._run_trunk(decode_bucket(rows, self._layout))
-                self.graphs.run(("greedy", rows), lambda rows=rows: self._greedy(rows))  # type: ignore[misc]
+                self._run_sampling(rows, GREEDY)
             self._stream.synchronize()
 
     def logits(self, num_rows: int) -> Tensor:
@@ -179,7 +179,10 @@ class CudaExecutor:
         fixed = self._layout.fixed_words
         host = buffers.packed.numpy()
         step = self._packer.pack(plan, host[:fixed])
-        self._install(plan)
+        self._pool.zero_blocks(plan.zeroed)
+        self._sampler.release(plan.freed_slots)
+        for new in plan.new:
+            self._install(new)
         changes = len(step.updates) if len(step.updates) <= UPDATE_WORDS else 0
         host[fixed : fixed + changes] = step.updates[:changes]
         self._state.packed[: fixed + changes].copy_(buffers.packed[: fixed + changes], non_blocking=True)
@@ -190,13 +193,19 @@ class CudaExecutor:
             self._run_head(step)
             buffers.out.copy_(self._out, non_blocking=True)
         buffers.event.record(self._stream)
-        return CudaPendingStep(plan.step, step, buffers.out.numpy(), buffers.event)
+        void = {row.slot: self._void[row.slot] for row in plan.rows if row.slot in self._void} if self._void else {}
+        return CudaPendingStep(plan.step, step, buffers.out.numpy(), buffers.event, void)
 
-    def _install(self, plan: StepPlan) -> None:
-        self._sampler.release(plan.freed_slots)
-        for new in plan.new:
+    def _install(self, new: NewSequence) -> None:
+        self._void.pop(new.slot, None)
+        try:
             self._sampler.install(new.slot, new.sampling, new.token_ids, new.num_prompt_tokens)
             self._is_plain[new.slot] = is_plain(new.sampling)
+        except Exception as error:
+            logger.exception("the sampling options of slot %d cannot be applied; its sequence ends", new.slot)
+            self._void[new.slot] = f"the sampling options cannot be applied: {type(error).__name__}: {error}"
+            self._sampler.install(new.slot, SamplingSpec(), [0], 1)
+            self._is_plain[new.slot] = True
 
     def _apply(self, step: PackedStep, changes: int) -> None:
         if len(step.copies):
@@ -228,10 +237,13 @@ class CudaExecutor:
         slots = step.sample_slots
         rows = row_bucket(len(slots), self._buckets)
         if all(self._is_plain[slot] for slot in slots):
-            self.graphs.run(("greedy", rows), lambda: self._greedy(rows))
+            self._run_sampling(rows, GREEDY)
             return
         variant = self._sampler.prepare(slots)
         self._sampler.reserve(variant)
+        self._run_sampling(rows, variant)
+
+    def _run_sampling(self, rows: int, variant: SamplingVariant) -> None:
         self.graphs.run(("sample", rows, variant), lambda: self._sample(rows, variant))
 
     def _sample(self, rows: int, variant: SamplingVariant) -> None:
@@ -247,21 +259,6 @@ class CudaExecutor:
             self._out[0, :rows],
             self._out[1, :rows],
         )
-
-    def _greedy(self, rows: int) -> None:
-        logits = self.decoder.head(rows)
-        layout, state, tiles = self._layout, self._state, self._num_tiles
-        options = launch_options(self._pdl)
-        argmax_tiles_kernel[(rows, tiles)](
-            logits, self._tile_values, self._tile_ids, logits.stride(0),
-            V=self.limits.vocab_size, TILE=ARGMAX_TILE, NUM_TILES=tiles, PDL=self._pdl, **options,
-        )  # fmt: skip
-        argmax_rows_kernel[(rows,)](
-            self._tile_values, self._tile_ids, state.packed[3:], state.packed[layout.sample_slots :],
-            state.packed[layout.sample_positions :], state.token_ids, self._out[0], self._out[1],
-            state.token_ids.stride(0), self.limits.vocab_size,
-            NUM_TILES=tiles, PAD=triton.next_power_of_2(tiles), PDL=self._pdl, num_warps=1, **options,
-        )  # fmt: skip
 
 
 def is_plain(spec: SamplingSpec) -> bool:

@@ -19,9 +19,13 @@ from mii_zmq.worker.cuda_batch import PackedLayout
 from mii_zmq.worker.cuda_executor import UPDATE_WORDS, CudaExecutor
 from mii_zmq.worker.kv_pool import BlockShape, KvPool, array_module
 from mii_zmq.worker.memory_bill import MemoryBill
-from mii_zmq.worker.models.cuda_decoder import TILE_TOKENS, Card, CudaDecoder, DeviceState
+from mii_zmq.worker.models.cuda_attention import chunk_tiles
+from mii_zmq.worker.models.cuda_buffers import Card, DeviceState
+from mii_zmq.worker.models.cuda_decoder import CudaDecoder
+from mii_zmq.worker.models.model_weights import DecoderWeights
+from mii_zmq.worker.models.shard import Shard
 from mii_zmq.worker.models.spec import ModelConfig
-from mii_zmq.worker.models.weights import DecoderWeights
+from mii_zmq.worker.parallel import Collectives, RankInfo
 from mii_zmq.worker.plan import EngineLimits
 
 logger = logging.getLogger(__name__)
@@ -45,28 +49,33 @@ def build_cuda_executor(
     max_model_len: int,
     progress: Progress | None = None,
     use_graphs: bool = True,
+    rank: RankInfo | None = None,
+    collectives: Collectives | None = None,
 ) -> CudaExecutor:
-    """An executor over weights that lie on the GPU in bfloat16 or float16.
+    """An executor over this rank's weights, which lie on the GPU in bfloat16 or float16.
 
     Raises:
         ConfigError: a setting or the card's memory does not allow it.
+        ModelUnsupported: the kernels do not take the model's shape.
     """
     say: Progress = progress or (lambda text, share: None)
     device, dtype = weights.embed.device, weights.embed.dtype
     if config.block_size < MIN_BLOCK_SIZE:
         raise ConfigError(f"block_size is {config.block_size}; on a GPU it must be at least {MIN_BLOCK_SIZE}")
     budget = max(config.token_budget or TOKEN_BUDGET, config.max_sequences)
-    layout = PackedLayout(config.max_sequences, budget, TILE_TOKENS, tiles_only=config.deterministic)
+    card, shard = Card.of(device), Shard.of(model_config, rank or RankInfo())
+    tile_tokens = chunk_tiles(model_config.head_dim, config.block_size, card).tokens
+    layout = PackedLayout(config.max_sequences, budget, tile_tokens, tiles_only=config.deterministic)
     state = DeviceState.create(layout, UPDATE_WORDS, max_model_len, config.block_size, device)
     max_tokens = -(-budget // 64) * 64
     decoder = CudaDecoder(
-        model_config, weights, state, layout, max_tokens, config.block_size, max_model_len, Card.of(device),
-        deterministic=config.deterministic,
+        model_config, weights, state, layout, max_tokens, config.block_size, max_model_len, card,
+        deterministic=config.deterministic, shard=shard, collectives=collectives,
     )  # fmt: skip
-    block = BlockShape(
-        model_config.num_layers, model_config.num_kv_heads, config.block_size, model_config.head_dim, dtype
-    )
+    block = BlockShape(model_config.num_layers, shard.num_kv_heads, config.block_size, model_config.head_dim, dtype)
     num_blocks = _num_blocks(config, block, max_model_len, device)
+    if collectives is not None:
+        num_blocks = collectives.agree(num_blocks)
     say("reserving the KV pool", 0.0)
     pool = KvPool(array_module(device), block, num_blocks)
     limits = EngineLimits(
@@ -77,6 +86,8 @@ def build_cuda_executor(
         max_sequences=config.max_sequences,
         token_budget=budget,
         eos_token_ids=model_config.eos_token_ids,
+        rope_border=model_config.rope_border,
+        recomputes_at_border=model_config.recomputes_at_border,
     )
     executor = CudaExecutor(decoder, state, layout, pool, limits, use_graphs)
     free_before = torch.cuda.mem_get_info(device)[0]

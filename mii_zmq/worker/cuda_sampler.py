@@ -17,9 +17,10 @@ import torch
 import triton
 from torch import Tensor
 
-from mii_zmq.kernels.triton import penalties, sampling, topk_edge, topk_topp
+from mii_zmq.kernels.triton import argmax, penalties, sampling, topk_edge, topk_topp
 from mii_zmq.kernels.triton.sampling import RECORD_WORDS
 from mii_zmq.worker.cuda_sampling_slots import SamplingSlots, SamplingVariant
+from mii_zmq.worker.models.cuda_linear import launch_options
 from mii_zmq.worker.plan import SamplingSpec
 
 
@@ -27,8 +28,10 @@ from mii_zmq.worker.plan import SamplingSpec
 class SamplerTuning:
     """Sizes of the kernels' programs; they change no result."""
 
+    argmax_tile: int = 4096
+    """Tokens per program where every row is greedy."""
     draw_tile: int = 2048
-    """Tokens per program of the passes that every batch makes."""
+    """Tokens per program of the other passes over all tokens."""
     draw_warps: int = 4
     filter_tile: int = 4096
     """Tokens per program of the passes for top-k, top-p and min-p."""
@@ -66,13 +69,15 @@ class CudaSampler:
         device: torch.device,
         max_rows: int | None = None,
         tuning: SamplerTuning | None = None,
+        pdl: bool = False,
     ) -> None:
-        """`max_rows`: rows of one call at most; as many as sequences if None."""
+        """`max_rows`: rows of one call at most; as many as sequences if None. `pdl`: see `launch_options`."""
         self._max_sequences = max_sequences
         self._max_rows = max_rows or max_sequences
         self._vocab_size = vocab_size
         self._device = device
         self._tuning = tuning or SamplerTuning()
+        self._pdl = pdl
         self._slots = SamplingSlots(max_sequences, vocab_size, device)
         self._scratch: dict[str, Tensor] = {}
 
@@ -114,9 +119,12 @@ class CudaSampler:
         `sample` does it, too; a graph should be captured after it, or the memory would belong to the graph's pool.
         """
         rows, vocab_size, pivots = self._max_rows, self._vocab_size, topk_topp.NUM_PIVOTS
+        argmax_tiles = triton.cdiv(vocab_size, self._tuning.argmax_tile)
         draw_tiles = triton.cdiv(vocab_size, self._tuning.draw_tile)
         filter_tiles = triton.cdiv(vocab_size, self._tuning.filter_tile)
         wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "best": (torch.float32, (rows, argmax_tiles)),
+            "best_id": (torch.int32, (rows, argmax_tiles)),
             "score": (torch.int32, (rows, draw_tiles)),
             "id": (torch.int32, (rows, draw_tiles)),
             "largest": (torch.int32, (rows, draw_tiles)),
@@ -171,7 +179,10 @@ class CudaSampler:
         source = self._edit(logits, rows) if variant.is_edited else logits
         if variant.is_filtered:
             self._find_thresholds(source, rows)
-        self._draw(variant, source, rows, out_ids, out_finite, record)
+        if variant.is_sampled:
+            self._draw(variant, source, rows, out_ids, out_finite, record)
+        else:
+            self._take_largest(source, rows, out_ids, out_finite, record)
         if out_log_probs is not None:
             self._log_probs(logits, num_rows, out_ids, out_log_probs)
 
@@ -225,6 +236,21 @@ class CudaSampler:
             num_warps=tuning.threshold_warps, **tiles,
         )  # fmt: skip
 
+    def _take_largest(self, logits: Tensor, rows: _Rows, out_ids: Tensor, out_finite: Tensor, record: bool) -> None:
+        tile, vocab_size, pdl = self._tuning.argmax_tile, self._vocab_size, self._pdl
+        best, best_id = self._scratch["best"], self._scratch["best_id"]
+        count, num_tiles = rows.slots.shape[0], best.shape[1]
+        argmax.argmax_tiles_kernel[(count, num_tiles)](
+            logits, best, best_id, logits.stride(0),
+            V=vocab_size, TILE=tile, NUM_TILES=num_tiles, PDL=pdl, **launch_options(pdl),
+        )  # fmt: skip
+        argmax.argmax_rows_kernel[(count,)](
+            best, best_id, rows.num_rows, rows.slots, rows.positions, rows.token_ids, out_ids, out_finite,
+            rows.token_ids.stride(0), vocab_size,
+            NUM_TILES=num_tiles, PAD=triton.next_power_of_2(num_tiles), RECORD=record, PDL=pdl, num_warps=1,
+            **launch_options(pdl),
+        )  # fmt: skip
+
     def _draw(
         self, variant: SamplingVariant, logits: Tensor, rows: _Rows, out_ids: Tensor, out_finite: Tensor, record: bool
     ) -> None:
@@ -236,8 +262,8 @@ class CudaSampler:
         sampling.draw_tiles_kernel[(count, num_tiles)](
             logits, self._slots.records, *described, scratch["threshold"], scratch["tie_limit"], *partial,
             logits.stride(0), vocab_size,
-            SAMPLED=variant.is_sampled, FILTERED=variant.is_filtered, WORDS=RECORD_WORDS, TILE=tuning.draw_tile,
-            num_warps=tuning.draw_warps, enable_fp_fusion=False,
+            FILTERED=variant.is_filtered, WORDS=RECORD_WORDS, TILE=tuning.draw_tile, num_warps=tuning.draw_warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
         sampling.draw_rows_kernel[(count,)](
             *partial, *described, rows.token_ids, out_ids, out_finite, rows.token_ids.stride(0), vocab_size,

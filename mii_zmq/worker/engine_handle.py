@@ -9,17 +9,18 @@ a lost group, and nothing ever connects a second time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import os
 import secrets
-import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mii_zmq import transport
 from mii_zmq.config import EngineConfig, run_dir, to_arguments
 from mii_zmq.errors import InternalError, MiiError, StartupError
-from mii_zmq.process import Child, spawn
+from mii_zmq.process import describe_exit, spawn
 from mii_zmq.worker.engine_channel import (
     AddSequence,
     CancelSequences,
@@ -34,6 +35,7 @@ from mii_zmq.worker.plan import SequenceRequest
 
 EXIT_POLL_S = 0.01
 EXIT_CODE_WAIT_S = 1.0
+MAX_ANNOUNCED_BYTES = 2**16
 FAILURE_WAIT_S = 0.2
 """How long an engine that has exited may still have its last message under way."""
 
@@ -53,6 +55,7 @@ class EngineHandle:
         socket, self._endpoint = transport.bind_pair(context, path)
         self._socket = transport.AsyncSocket(socket, self._on_frames)
         self._is_connected = False
+        self._announced = b""
         try:
             self._child = spawn(
                 "mii_zmq.worker.engine_process", [f"--endpoint={self._endpoint}", *to_arguments(config)], "engine"
@@ -81,8 +84,9 @@ class EngineHandle:
         self._unsent_cancels = []
 
     def declare_lost(self, error: MiiError) -> None:
-        """Give up on an engine that still runs but does not work."""
+        """Kill an engine that still runs but does not work."""
         self._lose(error)
+        self._child.process.kill()
 
     async def stop(self, timeout_s: float = 5.0) -> int:
         """End the process in order if it listens, by force if not. Returns its exit code."""
@@ -129,17 +133,32 @@ class EngineHandle:
 
     def _on_announce_pipe(self) -> None:
         try:
-            if os.read(self._child.announce_fd, 65536):
-                return
+            data = os.read(self._child.announce_fd, 65536)
         except BlockingIOError:
+            return
+        if data:
+            self._announced = (self._announced + data)[-MAX_ANNOUNCED_BYTES:]
             return
         asyncio.get_running_loop().remove_reader(self._child.announce_fd)
         self._watcher = asyncio.ensure_future(self._report_exit())
 
     async def _report_exit(self) -> None:
         await self._wait_exit(EXIT_CODE_WAIT_S)
+        error = self._announced_error()
+        if error is not None:
+            self._lose(InternalError(error))
+            return
         await asyncio.wait([self.lost], timeout=FAILURE_WAIT_S)
         self._lose(StartupError(f"the engine process {describe_exit(self._child)}"))
+
+    def _announced_error(self) -> str | None:
+        """Why an engine ended that had no time for a message: one of its threads hangs, or a rank of its is lost."""
+        for line in reversed(self._announced.splitlines()):
+            with contextlib.suppress(ValueError):
+                error = json.loads(line).get("error")
+                if error is not None:
+                    return str(error)
+        return None
 
     async def _wait_exit(self, timeout_s: float) -> None:
         for _ in range(int(timeout_s / EXIT_POLL_S)):
@@ -150,13 +169,3 @@ class EngineHandle:
     def _lose(self, error: MiiError) -> None:
         if not self.lost.done():
             self.lost.set_result(error)
-
-
-def describe_exit(child: Child) -> str:
-    """How a child ended, for a log line."""
-    code = child.process.poll()
-    if code is None:
-        return "closed its pipe but still runs"
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from mii_zmq import transport
 from mii_zmq.config import EngineConfig, add_arguments, from_arguments
@@ -41,8 +42,9 @@ from mii_zmq.worker.engine_channel import (
     encode,
     load_values,
 )
-from mii_zmq.worker.fake import is_fake_model, make_fake_executor
-from mii_zmq.worker.plan import SequenceOutput
+from mii_zmq.worker.fake_options import is_fake_model, make_fake_executor
+from mii_zmq.worker.plan import Executor, SequenceOutput
+from mii_zmq.worker.ranked_executor import load_ranked_executor
 from mii_zmq.worker.step_trace import StepTrace
 
 IDLE_REPORT_S = 0.5
@@ -110,7 +112,7 @@ class EngineLoop:
     def _take(self, outputs: Sequence[SequenceOutput]) -> None:
         rows = self._rows
         for output in outputs:
-            error = None if output.error is None else InternalError(output.error).to_wire()
+            error = None if output.error is None else output.error.to_wire()
             rows.append(
                 OutputRow(output.seq_id, output.token_ids, output.finish_reason, output.num_cached_tokens, error)
             )
@@ -130,6 +132,9 @@ class EngineLoop:
             cached_tokens=stats.num_prefix_hit_tokens,
             generated_tokens=self._generated_tokens,
             step_ms=round(self._step_ms, 3),
+            num_failed_steps=stats.num_failed_steps,
+            num_numeric_errors=stats.num_numeric_errors,
+            token_budget=stats.token_budget,
         )
         started = time.monotonic()
         self._channel.send(encode(StepReport(stats.step, self._rows, load_values(load))))
@@ -140,38 +145,55 @@ class EngineLoop:
 
 
 def load_engine(
-    config: EngineConfig, send: Callable[[FromEngine], None], trace: StepTrace | None = None
+    config: EngineConfig,
+    send: Callable[[FromEngine], None],
+    trace: StepTrace | None = None,
+    on_failure: Callable[[MiiError], None] = lambda error: None,
 ) -> tuple[EngineCore, dict[str, Any]]:
     """The core around the executor that the model's name asks for, and facts about it; says how far loading is.
+
+    `on_failure` is called when a further rank of the engine is lost, from any thread, while loading or later.
 
     Raises:
         StartupError: the model cannot be served; one line says why.
     """
+
+    def say(text: str, fraction: float) -> None:
+        send(Progress(text, fraction))
+
     if is_fake_model(config.model):
         send(ModelResolved(FAKE_PREFIX))
-        fake = make_fake_executor(config)
-        return EngineCore(fake, model=config.model, prefix_cache=config.prefix_cache, trace=trace), {"memory": "none"}
-    from mii_zmq.worker.models.demo_model import resolve_model
+    else:
+        from mii_zmq.worker.models.demo_model import resolve_model
 
-    path = resolve_model(config.model, lambda text: send(Progress(text, 0.0)))
-    send(ModelResolved(path))
-    # Torch takes seconds to import: not before the model is known to be there, and not for the test engine.
-    from mii_zmq.worker.executor import load_executor
+        path = resolve_model(config.model, lambda text: say(text, 0.0))
+        send(ModelResolved(path))
+        config = replace(config, model=path)
+    info: dict[str, Any] = {}
+    executor: Executor
+    if config.tensor_parallel > 1:
+        executor, info["memory"] = ranked = load_ranked_executor(config, say, on_failure)
+        info["rank_pids"] = ranked[0].group.pids
+    elif is_fake_model(config.model):
+        executor, info["memory"] = make_fake_executor(config), "none"
+    else:
+        # Torch takes seconds to import: not before the model is known to be there, and not for the test engine.
+        from mii_zmq.worker.loading import load_executor
 
-    executor = load_executor(replace(config, model=path), lambda text, fraction: send(Progress(text, fraction)))
-    core = EngineCore(executor, model=path, prefix_cache=config.prefix_cache, trace=trace)
-    return core, {"memory": str(executor.bill)}
+        loaded = load_executor(config, say)
+        executor, info["memory"] = loaded, str(loaded.bill)
+    return EngineCore(executor, model=config.model, prefix_cache=config.prefix_cache, trace=trace), info
 
 
-def serve(config: EngineConfig, channel: transport.BlockingSocket) -> None:
-    """Load and run until Shutdown. Raises StartupError when loading fails."""
+def serve(config: EngineConfig, channel: transport.BlockingSocket, on_failure: Callable[[MiiError], None]) -> None:
+    """Load and run until Shutdown; `on_failure` as for `load_engine`. Raises StartupError when loading fails."""
 
     def send(message: FromEngine) -> None:
         channel.send(encode(message))
 
     send(Progress("starting", 0.0))
     trace = None if config.step_trace is None else StepTrace(config.step_trace)
-    core, info = load_engine(config, send, trace)
+    core, info = load_engine(config, send, trace, on_failure)
     try:
         send(EngineReady(core.limits, info))
         gc.collect()
@@ -193,12 +215,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     ChildLink.add_arguments(parser)
     options = parser.parse_args(argv)
     setup_logging("engine")
-    ChildLink.from_arguments(options)
+    parent = ChildLink.from_arguments(options)
+
+    def end(error: MiiError) -> None:
+        """A rank is lost. The main thread may be waiting for it, and owns the socket: the pipe takes the message."""
+        parent.announce(error=error.message)
+        _exit(1)
+
     context: Any = transport.make_context()
     channel = transport.BlockingSocket(transport.connect_pair(context, options.endpoint))
     code = 1
     try:
-        serve(from_arguments(options, EngineConfig), channel)
+        serve(from_arguments(options, EngineConfig), channel, end)
         code = 0
     except StartupError as error:
         channel.send(encode(EngineFailed(error)))
@@ -213,5 +241,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _exit(code: int) -> NoReturn:
+    """Not through the interpreter's own end, which waits for the executor's thread, and that for the device."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _exit(main())

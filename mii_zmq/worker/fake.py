@@ -3,8 +3,12 @@
 
 The next token is a pure function of a sequence's tokens so far, whatever the batch, the chunks or preemptions. The
 executor is also the strictest reader of step plans: it keeps slots and block tables as a real one does, stores in each
-KV cell the hash of all tokens up to it, and raises `PlanViolation` when a plan would read or overwrite something wrong.
-Content written by a failed step counts as poisoned: whoever reads it fails too, as with non-finite values.
+KV cell the hash of all tokens up to it and of the rotary lengths they were computed under, and raises `PlanViolation`
+when a plan would read or overwrite something wrong.
+Content written by a failed step counts as poisoned, as do numbers that are not finite: whoever reads it fails too, and
+where a failed row had such numbers in a block, the block must be zeroed before anybody else gets it.
+
+What a test makes go wrong is in `fake_faults`, and how to ask for it in a model's name in `fake_options`.
 """
 
 from __future__ import annotations
@@ -12,35 +16,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
-from mii_zmq.config import EngineConfig
-from mii_zmq.errors import ConfigError, InternalError
-from mii_zmq.worker.fake_model import ALPHABETS, EOS_TOKEN_ID, VOCAB_SIZE, FakeModel, extend_hash
-from mii_zmq.worker.plan import EngineLimits, NewSequence, SamplingSpec, StepPlan, StepResult, StepRow
+from mii_zmq.errors import InternalError
+from mii_zmq.worker.fake_faults import Faults, Hook
+from mii_zmq.worker.fake_model import FakeModel, extend_hash
+from mii_zmq.worker.plan import NOT_FINITE, EngineLimits, NewSequence, SamplingSpec, StepPlan, StepResult, StepRow
 
 POISON = -1
 """Content of a cell that a failed step wrote."""
+NAN = -2
+"""Content of a cell that holds no finite number."""
 
 
 class PlanViolation(InternalError):
     """A step plan that a real executor would silently compute nonsense from."""
 
 
-@dataclass(slots=True)
-class Faults:
-    """What a test makes go wrong, by step number."""
-
-    submit: dict[int, Exception] = field(default_factory=dict)
-    """`submit` raises once, and has applied nothing."""
-    steps: dict[int, Exception] = field(default_factory=dict)
-    """The step's `result` raises."""
-    rows: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Slot -> reason, for rows whose result is void."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
     num_prompt_tokens: int
     sampling: SamplingSpec
@@ -48,13 +42,24 @@ class _Slot:
     num_tokens: int
     hashes: list[int]
     """`hashes[p]`: of the tokens up to and with position p."""
+    contents: list[int]
+    """`contents[p]`: what the KV cell of position p must hold; the list `hashes` for a model without a border."""
+    fixed_rope_length: int
+    hooks: dict[Hook, int]
+    """What goes wrong with it, and from how many output tokens on."""
     num_computed: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
 
 
 class FakePendingStep:
     """A step that is ready at `due`."""
 
     def __init__(self, result: StepResult | Exception, due: float, executor: FakeExecutor) -> None:
+        self.spoiled: list[tuple[int, _Slot]] = []
+        """Slots of failed rows, and what was in them."""
         self._result = result
         self._due = due
         self._executor = executor
@@ -64,13 +69,15 @@ class FakePendingStep:
 
     def result(self) -> StepResult:
         self._executor.wait_until(self, self._due)
+        self._executor.note_spoiled(self.spoiled)
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
 
 
 class FakeExecutor:
-    """Executes step plans on token hashes. A step takes `step_ms` and starts when the one before has ended."""
+    """Executes step plans on token hashes. A step takes `step_ms`, and `prefill_ms` for each token of rows with more
+    than one, and starts when the one before has ended."""
 
     def __init__(
         self,
@@ -78,6 +85,7 @@ class FakeExecutor:
         model: FakeModel | None = None,
         *,
         step_ms: float = 0.0,
+        prefill_ms: float = 0.0,
         faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -85,6 +93,7 @@ class FakeExecutor:
         self.limits = limits
         self.model = model or FakeModel()
         self.step_ms = step_ms
+        self.prefill_ms = prefill_ms
         self.faults = faults or Faults()
         self.clock = clock
         self.violations: list[str] = []
@@ -96,6 +105,7 @@ class FakeExecutor:
         self._slots: dict[int, _Slot] = {}
         self._cells: dict[int, list[int | None]] = {}
         self._holders: list[set[int]] = [set() for _ in range(limits.num_blocks)]
+        self._to_zero: set[int] = set()
         self._is_closed = False
 
     def submit(self, plan: StepPlan) -> FakePendingStep:
@@ -111,8 +121,13 @@ class FakeExecutor:
         self._require(plan.step == self._step + 1, f"step {plan.step} follows step {self._step}")
         self._step = plan.step
         result = self._run(plan)
-        self._due = max(self._due, self.clock()) + self.step_ms / 1000
+        num_prefilled = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1) if self.prefill_ms else 0
+        self._due = max(self._due, self.clock()) + (self.step_ms + num_prefilled * self.prefill_ms) / 1000
+        if self.faults.hangs:
+            self._due = float("inf")
         pending = FakePendingStep(result, self._due, self)
+        if isinstance(result, StepResult):
+            pending.spoiled = [(slot, self._slots[slot]) for slot in result.failed]
         self._unread.append(pending)
         return pending
 
@@ -120,9 +135,15 @@ class FakeExecutor:
         """Block until a step is done; results are read in submission order."""
         self._require(bool(self._unread) and self._unread[0] is pending, "results are read out of order")
         self._unread.popleft()
-        remaining = due - self.clock() if self.step_ms else 0.0
-        if remaining > 0:
-            self._sleep(remaining)
+        is_timed = bool(self.step_ms or self.prefill_ms or self.faults.hangs)
+        while is_timed and (remaining := due - self.clock()) > 0:
+            self._sleep(min(remaining, 1.0))
+
+    def note_spoiled(self, spoiled: list[tuple[int, _Slot]]) -> None:
+        """It is known from now on that these slots hold numbers that are not finite."""
+        for number, slot in spoiled:
+            if self._slots.get(number) is slot:
+                self._to_zero.update(block_id for block_id in slot.block_ids if NAN in self._cells.get(block_id, ()))
 
     def close(self) -> None:
         self._is_closed = True
@@ -136,6 +157,10 @@ class FakeExecutor:
         self._require(0 < plan.num_tokens <= self.limits.token_budget, f"a step of {plan.num_tokens} tokens")
         for slot in plan.freed_slots:
             self._free(slot)
+        for block_id in plan.zeroed:
+            self._require(not self._holders[block_id], f"block {block_id} is zeroed while held")
+            self._cells.pop(block_id, None)
+            self._to_zero.discard(block_id)
         for source, destination in plan.copies:
             self._copy(source, destination)
         for new in plan.new:
@@ -145,19 +170,28 @@ class FakeExecutor:
         self._require(new_slots <= {row.slot for row in plan.rows}, "a new sequence has no row")
         for row in plan.rows:
             self._attach(row, row.slot in new_slots)
-        fault = self.faults.steps.pop(plan.step, None)
-        failed = dict(self.faults.rows.pop(plan.step, {}))
+        hooks = {row.slot: self._due_hooks(row) for row in plan.rows} if self.faults.markers else {}
+        fault = self.faults.of_step(plan.step, plan.num_tokens, set().union(*hooks.values()))
+        void = self.faults.rows.pop(plan.step, {})
+        failed = {row.slot: void[row.slot] for row in plan.rows if row.slot in void}
         writers: dict[int, int] = {}
         for row in plan.rows:
-            self._write(row, writers, is_poisoned=fault is not None or row.slot in failed)
-        token_ids = []
+            is_spoiled = row.slot in failed or Hook.NAN in hooks.get(row.slot, ())
+            self._write(row, writers, NAN if is_spoiled else POISON if fault else None)
+        token_ids: list[int] = []
         for row in plan.rows:
-            if not self._read(row):
-                failed.setdefault(row.slot, "non-finite logits")
-                self._poison(row)
+            wrong = self._read(row)
+            if wrong is not None:
+                self._spoil(row, wrong)
+                if row.sample:
+                    failed.setdefault(row.slot, NOT_FINITE)
             if row.sample:
                 token_ids.append(self._draw(row))
         return fault or StepResult(plan.step, token_ids, failed)
+
+    def _due_hooks(self, row: StepRow) -> set[Hook]:
+        slot = self._slots[row.slot]
+        return {hook for hook, after in slot.hooks.items() if slot.num_output_tokens >= after}
 
     def _free(self, slot: int) -> None:
         self._require(slot in self._slots, f"slot {slot} is freed but not held")
@@ -174,14 +208,32 @@ class FakeExecutor:
         self._require(new.slot not in self._slots, f"slot {new.slot} is given away while held")
         self._require(0 < new.num_prompt_tokens <= len(new.token_ids), f"slot {new.slot}: impossible prompt length")
         hashes = list(accumulate(new.token_ids, extend_hash, initial=0))[1:]
-        self._slots[new.slot] = _Slot(new.num_prompt_tokens, new.sampling, [], len(hashes), hashes)
+        fixed = new.fixed_rope_length(self.limits.recomputes_at_border)
+        contents = hashes if self.limits.rope_border is None else []
+        hooks = self.faults.hooks_for(new.token_ids[: new.num_prompt_tokens])
+        slot = _Slot(new.num_prompt_tokens, new.sampling, [], len(hashes), hashes, contents, fixed, hooks)
+        for position in range(len(contents), len(hashes)):
+            contents.append(self._content(slot, position))
+        self._slots[new.slot] = slot
         self._append_blocks(new.slot, new.block_ids)
+
+    def _content(self, slot: _Slot, position: int) -> int:
+        """Depends on how every token so far is rotated, as keys and values of a real model do."""
+        border = self.limits.rope_border or 0
+        length = max(slot.fixed_rope_length, position + 1)
+        if length <= border:
+            length = 0
+        elif self.limits.recomputes_at_border:
+            length = 1
+        before = slot.contents[position - 1] if position else 0
+        return extend_hash(extend_hash(before, slot.hashes[position]), length)
 
     def _append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
         table = self._slots[slot].block_ids
         for block_id in block_ids:
             self._require(0 <= block_id < self.limits.num_blocks, f"block {block_id} does not exist")
             self._require(slot not in self._holders[block_id], f"slot {slot} lists block {block_id} twice")
+            self._require(block_id not in self._to_zero, f"slot {slot} gets block {block_id}, which was not zeroed")
             self._holders[block_id].add(slot)
             table.append(block_id)
 
@@ -207,11 +259,14 @@ class FakeExecutor:
             problem = f"has no block for position {end - 1}"
         elif slot.num_tokens >= self.limits.max_model_len:
             problem = f"grows past the model's length of {self.limits.max_model_len}"
+        elif self.limits.recomputes_at_border and slot.fixed_rope_length <= (self.limits.rope_border or 0) < end:
+            problem = f"computes position {end - 1} on top of keys rotated for at most {self.limits.rope_border}"
         if problem:
             raise self._violation(f"slot {row.slot} {problem}")
 
-    def _write(self, row: StepRow, writers: dict[int, int], is_poisoned: bool) -> None:
-        """Write the row's cells. Whoever holds such a block too must not have got that far in earlier steps."""
+    def _write(self, row: StepRow, writers: dict[int, int], wrong: int | None) -> None:
+        """Write the row's cells, with `wrong` if that is set. Whoever holds such a block too must not have got that far
+        in earlier steps."""
         slot, size = self._slots[row.slot], self.limits.block_size
         position, end = row.start, row.start + row.num_tokens
         while position < end:
@@ -226,7 +281,7 @@ class FakeExecutor:
             if cells is None:
                 cells = self._cells[block_id] = [None] * size
             length = stop - position
-            cells[offset : offset + length] = [POISON] * length if is_poisoned else slot.hashes[position:stop]
+            cells[offset : offset + length] = slot.contents[position:stop] if wrong is None else [wrong] * length
             position = stop
 
     def _check_other_holders(self, writer: int, block_id: int, offset: int) -> None:
@@ -238,35 +293,36 @@ class FakeExecutor:
                     other.num_computed <= position, f"slot {writer} writes block {block_id}, in use by slot {holder}"
                 )
 
-    def _read(self, row: StepRow) -> bool:
-        """Attend: all cells up to the row's end must hold this sequence. False: one of them is poisoned.
+    def _read(self, row: StepRow) -> int | None:
+        """Attend: all cells up to the row's end must hold this sequence. Returns what spoils them, if something does.
 
         What earlier steps have checked stays right, since nobody else may write there; only the rest is compared.
         """
         slot, size = self._slots[row.slot], self.limits.block_size
         end = row.start + row.num_tokens
         first, last = slot.num_computed // size, (end - 1) // size
-        is_sound = True
+        wrong = None
         for index in range(first, last + 1):
             start, stop = index * size, min(end, (index + 1) * size)
             found = self._cells.get(slot.block_ids[index], [])[: stop - start]
-            if POISON in found:
-                is_sound = False
-            elif found != slot.hashes[start:stop]:
+            if NAN in found or POISON in found:
+                wrong = NAN if NAN in found else wrong or POISON
+            elif found != slot.contents[start:stop]:
                 raise self._violation(f"slot {row.slot} reads another sequence's KV at positions {start} to {stop - 1}")
         slot.num_computed = end
-        return is_sound
+        return wrong
 
-    def _poison(self, row: StepRow) -> None:
+    def _spoil(self, row: StepRow, wrong: int) -> None:
         slot, size = self._slots[row.slot], self.limits.block_size
         for position in range(row.start, row.start + row.num_tokens):
-            self._cells[slot.block_ids[position // size]][position % size] = POISON
+            self._cells[slot.block_ids[position // size]][position % size] = wrong
 
     def _draw(self, row: StepRow) -> int:
         slot = self._slots[row.slot]
-        num_output_tokens = slot.num_tokens - slot.num_prompt_tokens
-        token_id = self.model.next_token(slot.hashes[-1], num_output_tokens, slot.sampling)
+        token_id = self.model.next_token(slot.hashes[-1], slot.num_output_tokens, slot.sampling)
         slot.hashes.append(extend_hash(slot.hashes[-1], token_id))
+        if slot.contents is not slot.hashes:
+            slot.contents.append(self._content(slot, slot.num_tokens))
         slot.num_tokens += 1
         return token_id
 
@@ -277,76 +333,3 @@ class FakeExecutor:
     def _violation(self, message: str) -> PlanViolation:
         self.violations.append(f"step {self._step}: {message}")
         return PlanViolation(self.violations[-1])
-
-
-_LIMIT_OPTIONS = ("max_model_len", "num_blocks", "block_size", "max_sequences", "token_budget")
-_OPTIONS = ("vocab", "alphabet", "step_ms", "eos_after", "eos_every", *_LIMIT_OPTIONS)
-
-
-def is_fake_model(model: str) -> bool:
-    return model.startswith("fake:")
-
-
-def make_fake_executor(config: EngineConfig) -> FakeExecutor:
-    """Build from a model name such as 'fake:step_ms=5,num_blocks=64'; options there win over the config's fields.
-
-    Raises:
-        ConfigError: unknown option or impossible value.
-    """
-    options = _parse_options(config.model)
-    limits = EngineLimits(
-        vocab_size=VOCAB_SIZE,
-        max_model_len=config.max_model_len or 8192,
-        num_blocks=config.num_blocks or 4096,
-        block_size=config.block_size,
-        max_sequences=config.max_sequences,
-        token_budget=config.token_budget or 512,
-        eos_token_ids=(EOS_TOKEN_ID,),
-    )
-    for name in _LIMIT_OPTIONS:
-        if name in options:
-            limits = replace(limits, **{name: _positive(name, options[name])})  # type: ignore[arg-type]
-    if limits.block_size & (limits.block_size - 1):
-        raise ConfigError(f"option block_size of the fake model is {limits.block_size}; it must be a power of two")
-    counts = {name: _positive(name, options[name]) for name in ("eos_after", "eos_every") if name in options}
-    model = FakeModel(ALPHABETS[_choice("alphabet", options.get("alphabet", "printable"), ALPHABETS)], **counts)
-    _choice("vocab", options.get("vocab", "bytes"), ("bytes",))
-    return FakeExecutor(limits, model, step_ms=_milliseconds(options.get("step_ms", "0")))
-
-
-def _parse_options(model: str) -> dict[str, str]:
-    if not is_fake_model(model):
-        raise ConfigError(f"{model!r} is not a fake model; such names are 'fake:' and options, as in 'fake:step_ms=5'")
-    options: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in model.partition(":")[2].split(","))):
-        name, separator, value = part.partition("=")
-        if name not in _OPTIONS or not separator:
-            raise ConfigError(
-                f"option {part!r} of the fake model is unknown; known are {', '.join(_OPTIONS)} as NAME=VALUE"
-            )
-        if name in options:
-            raise ConfigError(f"option {name} of the fake model is given twice")
-        options[name] = value
-    return options
-
-
-def _positive(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
-        raise ConfigError(f"option {name} of the fake model is {text!r}; it must be a whole number above 0")
-    return int(text)
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 60_000:
-        raise ConfigError(f"option step_ms of the fake model is {text!r}; it must be 0 to 60000 milliseconds")
-    return value
-
-
-def _choice(name: str, value: str, allowed: dict[str, tuple[int, ...]] | tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ConfigError(f"option {name} of the fake model is {value!r}; it must be one of {', '.join(allowed)}")
-    return value

@@ -30,6 +30,7 @@ from mii_zmq.worker.broker_link import BrokerLink, check_broker_endpoint
 from mii_zmq.worker.engine_channel import EngineReady, FromEngine, ModelResolved, Progress, StepReport
 from mii_zmq.worker.engine_handle import EngineHandle
 from mii_zmq.worker.intake import Intake
+from mii_zmq.worker.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -123,7 +124,8 @@ class WorkerGroup:
                 **ready.info,
             },
         )
-        return Actor(engine, Intake(tokenizer, limits), registration, self._config.tokenizer_threads)
+        watchdog = Watchdog(self._engine_config.step_timeout_s)
+        return Actor(engine, Intake(tokenizer, limits), registration, self._config.tokenizer_threads, watchdog)
 
     async def _join(self, engine: EngineHandle, actor: Actor, ready: EngineReady) -> None:
         """Register with at least one broker, then say that the group serves."""
@@ -135,10 +137,9 @@ class WorkerGroup:
                 task.cancel()
         limits = ready.limits
         kv_tokens = limits.num_blocks * limits.block_size
-        print(
+        _say(
             f"group {self._name} serves {self._config.deployment} (model {self._engine_config.model}, context "
-            f"{limits.max_model_len}, {kv_tokens} KV tokens, {limits.max_sequences} sequences)",
-            flush=True,
+            f"{limits.max_model_len}, {kv_tokens} KV tokens, {limits.max_sequences} sequences)"
         )
         self._parent.announce(
             ready=True,
@@ -238,6 +239,15 @@ async def run_group(engine_config: EngineConfig, worker_config: WorkerConfig, pa
 async def _any(futures: Sequence[asyncio.Future[Any]], timeout_s: float | None = None) -> None:
     """Wait until one is done, or the time is up."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _say(line: str) -> None:
+    """Print for the operator; a full disk behind standard output is no reason to stop serving."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it at exit
+        log.warning("standard output cannot be written; the ready line is lost: %s", line)
 
 
 def _startup_error(error: MiiError) -> StartupError:

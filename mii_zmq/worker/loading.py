@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's name -> a ready executor: checkpoint, weights, memory and threads. The CPU's way, and the choice of ways.
 
-A checkpoint whose architecture has a spec runs on our decoder (on a GPU in 16 bits on its own kernels, `cuda_load`); any
-other one that transformers knows runs on transformers' modelling code over our attention.
+A checkpoint whose architecture has a spec runs on our decoder (on a GPU in 16 bits on its own kernels, `cuda_load`);
+any other one that transformers knows runs on transformers' modelling code over our attention.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _load_fallback(
 ) -> _Loaded:
     if rank.world_size > 1:
         raise ConfigError(
-            f"tensor_parallel is {rank.world_size}, but {directory.name} runs on transformers' modelling code, which is "
-            "not sharded here; use 1, and replicas for more capacity"
+            f"tensor_parallel is {rank.world_size}, but {directory.name} runs on transformers' modelling code, which "
+            "is not sharded here; use 1, and replicas for more capacity"
         )
     # Transformers' modelling code takes seconds to import, and most models do without.
     from mii_zmq.worker.models.fallback import load_fallback

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine inside the calling process, for `pipeline()`: no sockets, one thread that steps, callers that wait.
+"""An engine inside the calling process, for `pipeline()`: one thread that steps, callers that wait, and no sockets,
+unless further ranks share the model: those are processes of their own.
 
 Any number of threads submit; their sequences share the engine's batches. Text is handled by the same classes as in a
 worker group. Everything about the engine happens in its thread, loading included, because thread settings of the
@@ -8,6 +9,7 @@ numeric libraries belong to a thread. The thread holds no reference to `LocalEng
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -182,9 +184,9 @@ class _EngineThread(threading.Thread):
         try:
             core, tokenizer = self._load()
         except Exception as error:  # noqa: BLE001 - the thread that waits for the engine raises it
-            self.loaded.set_exception(error)
+            self._set_loaded(error)
             return
-        self.loaded.set_result(_Loaded(tokenizer, core.limits))
+        self._set_loaded(_Loaded(tokenizer, core.limits))
         reason: MiiError = Cancelled("the pipeline was destroyed")
         try:
             while self._turn(core):
@@ -192,16 +194,38 @@ class _EngineThread(threading.Thread):
         except Exception as error:
             log.exception("the engine failed")
             reason = InternalError(f"the engine failed: {type(error).__name__}: {error}; make a new pipeline")
-        with self._ending:
-            self._ended_by = reason
-        for request in self._requests.values():
-            request.put(reason)
+        self._refuse_all(reason)
         self._requests.clear()
-        while not self._inbox.empty():
-            command = self._inbox.get()
-            if command is not None:
-                _refuse(command, reason)
         core.close()
+
+    def on_rank_failure(self, error: MiiError) -> None:
+        """A rank of the engine is lost; called by another thread, since this one may be waiting for that rank."""
+        reason = InternalError(f"{error.message}; make a new pipeline")
+        self._set_loaded(error)
+        self._refuse_all(reason)
+        self._inbox.put(None)
+
+    def _refuse_all(self, reason: MiiError) -> None:
+        """End what runs and what comes, with the first reason that there was."""
+        with self._ending:
+            reason = self._ended_by = self._ended_by or reason
+        for request in list(self._requests.values()):
+            request.put(reason)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._inbox.get_nowait()
+                if command is not None:
+                    _refuse(command, reason)
+
+    def _set_loaded(self, loaded: _Loaded | Exception) -> None:
+        """The first to know says how loading went."""
+        with self._ending:
+            if self.loaded.done():
+                return
+            if isinstance(loaded, Exception):
+                self.loaded.set_exception(loaded)
+            else:
+                self.loaded.set_result(loaded)
 
     def _load(self) -> tuple[EngineCore, TextTokenizer]:
         path = self._config.model
@@ -213,7 +237,7 @@ class _EngineThread(threading.Thread):
             elif isinstance(message, ModelResolved):
                 path = message.path
 
-        core, _ = load_engine(self._config, on_message)
+        core, _ = load_engine(self._config, on_message, on_failure=self.on_rank_failure)
         try:
             return core, load_tokenizer(self._config.tokenizer or path)
         except BaseException:
@@ -279,4 +303,4 @@ def _failure(output: SequenceOutput) -> MiiError:
         return DeadlineExceeded("the request's deadline passed before it finished")
     if output.finish_reason == "cancelled":
         return Cancelled("the request was cancelled")
-    return InternalError(output.error or f"the engine ended the sequence with {output.finish_reason!r}")
+    return output.error or InternalError(f"the engine ended the sequence with {output.finish_reason!r}")

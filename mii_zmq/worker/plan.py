@@ -4,14 +4,20 @@
 Pure data, standard library only. A `StepPlan` carries full data for sequences that are new to the executor and only
 differences for known ones, so that it can be sent to other ranks as bytes (`StepPlan.to_wire`). The executor keeps
 one row of state per slot: token ids, block table, sampling state. A plan is applied in this order: `freed_slots`,
-`copies`, `new`, then the forward pass over `rows`. Slot changes count as applied even when the forward pass fails; when
-`Executor.submit` itself raises, nothing was applied and the next plan carries the same number.
+`zeroed`, `copies`, `new`, then the forward pass over `rows`. After a step that raised, every slot is freed or given a
+new sequence before it is used again; when `Executor.submit` itself raises, nothing was applied and the next plan
+carries the same number.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
+
+from mii_zmq.errors import MiiError
+
+NOT_FINITE = "the model's logits are not finite"
+"""The reason in `StepResult.failed` that says so; others are exceptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class SequenceRequest:
     """Seconds from arrival at the engine after which the sequence ends with finish_reason 'deadline'."""
     cache_salt: str = ""
     """Sequences share prefix blocks only with the same salt (tenant isolation)."""
+    score_prompt: bool = False
+    """Report how probable each prompt token is behind those before it (unscaled, unfiltered logits)."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,10 +94,12 @@ class SequenceOutput:
     finish_reason: str | None = None
     """None while running; 'stop' (an end-of-sequence or stop id, which is the last of `token_ids`), 'length',
     'cancelled', 'deadline' or 'error'."""
-    error: str | None = None
-    """One line, with finish_reason 'error'."""
+    error: MiiError | None = None
+    """With finish_reason 'error'."""
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache; set on the first output."""
+    prompt_scores: list[float] | None = None
+    """With `score_prompt`, on the first output: natural logarithms, for prompt tokens 1, 2, ..."""
 
 
 @dataclass(slots=True)
@@ -103,6 +113,11 @@ class NewSequence:
     block_ids: list[int]
     """The whole block table at this step."""
     sampling: SamplingSpec
+
+    def fixed_rope_length(self, recomputes_at_border: bool) -> int:
+        """The sequence length that decides how its token at position p is rotated is max(this, p + 1), for a model with
+        a `rope_border` (see EngineLimits)."""
+        return len(self.token_ids) if recomputes_at_border else self.num_prompt_tokens
 
 
 @dataclass(slots=True)
@@ -121,6 +136,8 @@ class StepRow:
     """True: draw the token at position start + num_tokens, append it to the slot, report it."""
     new_block_ids: list[int] = field(default_factory=list)
     """Appended to the slot's block table before the forward pass (empty for a sequence listed in `new`)."""
+    score: bool = False
+    """True: report the log-probability of the token behind each of these (but for the one that `sample` draws)."""
 
 
 @dataclass(slots=True)
@@ -134,6 +151,8 @@ class StepPlan:
     freed_slots: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, destination block), before any write of this step."""
+    zeroed: list[int] = field(default_factory=list)
+    """Blocks to fill with zeros, before anything is copied or written: they held numbers that are not finite."""
 
     @property
     def num_tokens(self) -> int:
@@ -143,10 +162,21 @@ class StepPlan:
         """Plain msgpack types for the plan channel to other ranks."""
         return {
             "step": self.step,
-            "rows": [[r.slot, r.start, r.num_tokens, r.sample, r.new_block_ids] for r in self.rows],
-            "new": [asdict(sequence) for sequence in self.new],
+            "rows": [[r.slot, r.start, r.num_tokens, r.sample, r.new_block_ids, r.score] for r in self.rows],
+            # Not as `asdict` does it, which copies every token id by itself.
+            "new": [
+                {
+                    "slot": new.slot,
+                    "token_ids": new.token_ids,
+                    "num_prompt_tokens": new.num_prompt_tokens,
+                    "block_ids": new.block_ids,
+                    "sampling": asdict(new.sampling),
+                }
+                for new in self.new
+            ],
             "freed_slots": self.freed_slots,
             "copies": [list(pair) for pair in self.copies],
+            "zeroed": self.zeroed,
         }
 
     @classmethod
@@ -157,6 +187,7 @@ class StepPlan:
             new=[NewSequence(**{**new, "sampling": SamplingSpec.from_wire(new["sampling"])}) for new in wire["new"]],
             freed_slots=wire["freed_slots"],
             copies=[(source, destination) for source, destination in wire["copies"]],
+            zeroed=wire["zeroed"],
         )
 
 
@@ -169,6 +200,8 @@ class StepResult:
     """One per row with `sample`, in row order; the value at a failed row is meaningless."""
     failed: dict[int, str] = field(default_factory=dict)
     """Slot -> one-line reason, for rows whose result must not be used (non-finite logits, exception)."""
+    scores: dict[int, list[float]] = field(default_factory=dict)
+    """Slot -> log-probabilities, for rows with `score`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +219,13 @@ class EngineLimits:
     token_budget: int
     """Tokens per step at most."""
     eos_token_ids: tuple[int, ...] = ()
+    scores_prompts: bool = False
+    """The executor computes `StepRow.score`."""
+    rope_border: int | None = None
+    """Sequence length above which the model rotates positions differently; None: it never does."""
+    recomputes_at_border: bool = False
+    """True (longrope): a sequence longer than the border is rotated differently at all of its positions, so that one
+    that grows past it is computed again. False (dynamic): only from there on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +245,10 @@ class EngineStats:
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
     num_prefix_evictions: int
+    num_failed_steps: int = 0
+    num_numeric_errors: int = 0
+    token_budget: int = 0
+    """Tokens per step at most; less than the limit after a step that did not fit into memory."""
 
 
 class PendingStep(Protocol):

@@ -30,10 +30,11 @@ class Residency:
         """Free blocks set aside for the rest of started prompts."""
         self.num_computed_tokens = 0
         """Over all running sequences, planned ones included."""
+        self._limits = limits
         self._block_size = limits.block_size
         self._max_sequences = limits.max_sequences
         # With no more sequences than budget, every decode is in every step and nothing has to rotate.
-        self._max_running = min(limits.max_sequences, limits.token_budget)
+        self.max_running = min(limits.max_sequences, limits.token_budget)
         self._watermark = max(1, int(limits.num_blocks * WATERMARK_FRACTION))
         self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -49,17 +50,19 @@ class Residency:
         return self.blocks.num_free > self.num_reserved_blocks
 
     def estimate(self, sequence: Sequence) -> int:
-        """Tokens to compute if the sequence were admitted now."""
+        """Tokens to compute if the waiting sequence were admitted now; settles the rotary regime that this is under."""
+        self._settle_regime(sequence)
         self._extend_hashes(sequence)
         num_matched = len(self.blocks.match(sequence.block_hashes)) * self._block_size
         return max(1, len(sequence.token_ids) - num_matched)
 
     def admit(self, planned: PlannedStep, sequence: Sequence) -> bool:
         """Give a waiting sequence a slot and the cached part of its table, and set the rest aside. False: no room."""
-        if self.num_running >= self._max_running:
+        if self.num_running >= self.max_running:
             return False
         blocks, size, num_tokens = self.blocks, self._block_size, len(sequence.token_ids)
-        matched = blocks.match(sequence.block_hashes)
+        matched = blocks.match(sequence.block_hashes) if sequence.may_borrow else []
+        has_borrowed = bool(matched)
         copy_source, rewritten, num_computed = None, None, len(matched) * size
         if matched and num_computed == num_tokens:
             # All is cached, yet the last token must be computed for its logits, which writes into the last block.
@@ -82,9 +85,9 @@ class Residency:
         if copy_source is not None:
             matched.append(blocks.allocate_one())
             planned.copies.append((copy_source, matched[-1]))
-            planned.copying_sequences.append(sequence)
         if rewritten is not None:
-            planned.registered.append((sequence, rewritten))
+            planned.registered.append(rewritten)
+        sequence.has_borrowed = has_borrowed
         sequence.num_reserved_blocks = num_blocks - len(matched)
         self.num_reserved_blocks += sequence.num_reserved_blocks
         sequence.num_computed_tokens = num_computed
@@ -110,7 +113,7 @@ class Residency:
                 )
             )
             planned.new_sequences.append(sequence)
-        row = StepRow(sequence.slot, sequence.num_computed_tokens, 0, False)
+        row = StepRow(sequence.slot, sequence.num_computed_tokens, 0, False, score=sequence.lacks_scores)
         if sequence.is_held:
             row.new_block_ids = block_ids
         planned.rows.append(row)
@@ -119,7 +122,7 @@ class Residency:
 
     def _adopt(self, sequence: Sequence) -> list[int]:
         table, size = sequence.block_ids, self._block_size
-        if sequence.num_computed_tokens != len(table) * size:
+        if not sequence.may_borrow or sequence.num_computed_tokens != len(table) * size:
             return []
         # The last token is computed here in any case, so its block is not looked for.
         last = (len(sequence.token_ids) - 1) // size
@@ -127,6 +130,7 @@ class Residency:
         if matched:
             self.blocks.share(matched)
             table += matched
+            sequence.has_borrowed = True
             sequence.num_registered_blocks = len(table)
             sequence.num_reserved_blocks -= len(matched)
             self.num_reserved_blocks -= len(matched)
@@ -172,7 +176,7 @@ class Residency:
             if self.blocks.register(block_id, sequence.block_hashes[index]):
                 registered.append(block_id)
         if planned is not None:
-            planned.registered += [(sequence, block_id) for block_id in registered]
+            planned.registered += registered
         return registered
 
     def allocate_for_decode(self, sequence: Sequence) -> int:
@@ -189,16 +193,23 @@ class Residency:
         self._free_slots.append(sequence.slot)
         if sequence.is_held:
             self._freed_slots.append(sequence.slot)
-        sequence.block_ids = []
+        sequence.released_block_ids, sequence.block_ids = sequence.block_ids, []
         sequence.num_registered_blocks = sequence.num_reserved_blocks = sequence.num_computed_tokens = 0
         sequence.slot = -1
         sequence.is_held = False
+
+    def condemn(self, sequence: Sequence) -> None:
+        """Let nobody use what is known of this sequence; what it holds alone is zeroed before it is used again."""
+        blocks = self.blocks
+        released = [block_id for block_id in sequence.released_block_ids if not blocks.refs(block_id)]
+        blocks.condemn({*sequence.block_ids, *released, *blocks.match(sequence.block_hashes)})
 
     def seal(self, planned: PlannedStep) -> None:
         """The plan is final: from here on the executor counts as told."""
         for sequence in planned.new_sequences:
             sequence.is_held = True
         planned.freed_slots, self._freed_slots = self._freed_slots, []
+        planned.zeroed = self.blocks.take_zeroed()
 
     def unseal(self, planned: PlannedStep) -> None:
         """The executor never took the plan."""
@@ -206,12 +217,42 @@ class Residency:
             sequence.is_held = False
         self._freed_slots = planned.freed_slots + self._freed_slots
 
+    def distrust(self, planned: PlannedStep) -> None:
+        """The step failed or never ran: what it was to write may be anything, and what it was to zero not zeroed."""
+        blocks = self.blocks
+        blocks.invalidate(planned.registered)
+        for sequence in planned.sequences:
+            if sequence is not None:
+                blocks.condemn(block_id for block_id in sequence.block_ids if not blocks.is_registered(block_id))
+        blocks.put_back_zeroed(planned.zeroed)
+
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Drop everything that `sequences`, all there are, hold, trusting no count."""
         self._freed_slots += [sequence.slot for sequence in sequences if sequence.is_held]
         self._free_slots = list(range(self._max_sequences - 1, -1, -1))
         self.num_reserved_blocks = self.num_computed_tokens = 0
         self.blocks.reset()
+
+    def _settle_regime(self, sequence: Sequence) -> None:
+        """Choose the regime that the known tokens ask for; cells of different regimes must never be shared.
+
+        Without recomputation, a prompt of at most `border` tokens leaves no trace: what is rotated at a position then
+        depends on the position alone. In a longer prompt it depends on the prompt's length.
+        """
+        limits, regime = self._limits, 0
+        sequence.recompute_at = None
+        if limits.rope_border is not None:
+            if limits.recomputes_at_border:
+                if len(sequence.token_ids) > limits.rope_border:
+                    regime = 1
+                else:
+                    sequence.recompute_at = limits.rope_border
+            elif sequence.num_prompt_tokens > limits.rope_border:
+                regime = sequence.num_prompt_tokens
+        if regime != sequence.rope_regime:
+            sequence.rope_regime = regime
+            sequence.root_hash = self.blocks.root_hash(sequence.cache_salt, regime)
+            sequence.block_hashes = []
 
     def _extend_hashes(self, sequence: Sequence) -> None:
         if self.blocks.prefix_cache:

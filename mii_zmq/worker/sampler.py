@@ -12,6 +12,7 @@ min_new_tokens, then argmax, or temperature, top-k, top-p, min-p and the keyed d
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from mii_zmq.worker.penalties import MaskEntry, OutputCounts, Penalties, TokenMa
 from mii_zmq.worker.plan import SamplingSpec
 from mii_zmq.worker.random_draw import GroupedLogits, row_keys
 from mii_zmq.worker.token_filters import Filters, draw_filtered
+
+logger = logging.getLogger(__name__)
 
 MIN_TEMPERATURE = 1e-5
 """Below it a row is greedy: the draw could differ only between logits closer than 2e-4, and the division overflow."""
@@ -101,6 +104,28 @@ class Sampler:
             if self._states.pop(slot, None) is not None:
                 self._counts.remove(slot)
                 self._batch = None
+
+    @torch.inference_mode()
+    def prepare(self, slots: list[int]) -> dict[int, str]:
+        """Get ready to draw for these slots. Returns those for which that is impossible, and why; as long as they are
+        among the slots, `sample` raises."""
+        batch = self._batch
+        if batch is not None and batch.slots == slots:
+            return {}
+        try:
+            self._batch = self._pack(slots)
+        except Exception:
+            logger.exception("the sampling options of a sequence cannot be applied")
+            reasons = {slot: self._refusal(slot) for slot in slots}
+            return {slot: reason for slot, reason in reasons.items() if reason is not None}
+        return {}
+
+    def _refusal(self, slot: int) -> str | None:
+        try:
+            self._pack([slot])
+        except Exception as error:  # noqa: BLE001
+            return f"the sampling options cannot be applied: {type(error).__name__}: {error}"
+        return None
 
     @torch.inference_mode()
     def sample(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dynamic SplitFuse: which tokens of which sequences the next step computes.
 
-Events in (`add`, `cancel`, `complete`, `fail_step`), a `StepPlan` out of `plan`; no I/O, no clock, no threads. `plan`
-may run before the results of earlier steps are known. Knows token ids and block ids, never tensors or text.
+Events in (`add`, `cancel`, `complete`, `retry`), a `StepPlan` out of `plan`; no I/O, no clock, no threads. `plan` may
+run before the results of earlier steps are known. Knows token ids and block ids, never tensors or text.
 
-Policy. Decodes go first; the rest of the token budget is filled with prompt chunks: the oldest prompt gets at least
-half of it, then the shortest remaining ones, then the oldest again. Age is arrival, moved by priority. A prompt that
-finds no room is passed by smaller ones until it has waited `ageing_s`; a preempted one is never passed. A started
-prompt has the blocks for its remainder set aside. When a decode finds no free block, the newest and least urgent
-running sequence is preempted, so that the oldest one always goes on.
+Policy. Decodes go first; the rest of the token budget is filled with prompt chunks (`prompt_planner`). Age is arrival,
+moved by priority. A started prompt has the blocks for its remainder set aside. When a decode finds no free block, the
+newest and least urgent running sequence is preempted, so that the oldest one always goes on. A sequence that grows
+past the border behind which the model rotates every position differently is preempted, too, and computed again.
+What happens after steps and rows that failed is in `recovery`; tokens that were reported stay as they are.
 
 Invariants (see `check`): every block and slot has the owners that the tables say; free blocks cover what is set aside;
 rows never exceed the budget; each sequence ends with exactly one finish_reason and no token is reported twice.
@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
-from mii_zmq.errors import InternalError, InvalidRequest
+from mii_zmq.errors import InternalError, InvalidRequest, MiiError
 from mii_zmq.worker.plan import (
     EngineLimits,
     EngineStats,
@@ -30,12 +30,11 @@ from mii_zmq.worker.plan import (
     StepResult,
     StepRow,
 )
+from mii_zmq.worker.prompt_planner import AGEING_S, PromptPlanner
+from mii_zmq.worker.queues import Queues
+from mii_zmq.worker.recovery import Recovery
 from mii_zmq.worker.residency import Residency
-from mii_zmq.worker.sequence import Chunk, PlannedStep, Sequence, SequenceQueue, SequenceState, make_sequence
-
-AGEING_S = 5.0
-MAX_MISFITS = 4
-"""Waiting prompts without room that one plan looks at before it stops admitting."""
+from mii_zmq.worker.sequence import PlannedStep, Sequence, SequenceState, make_sequence
 
 WAITING, RUNNING, FINISHED = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.FINISHED
 
@@ -48,24 +47,20 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.num_preemptions = 0
-        self._ageing_s = ageing_s
+        self._now = 0.0
+        """When the newest step was planned."""
         self._step = 0
         self._number = 0
         self._sequences: dict[int, Sequence] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._in_flight: deque[PlannedStep] = deque()
         self._pending: list[SequenceOutput] = []
-        self._waiting = SequenceQueue(lambda sequence: sequence.order_key)
-        self._waiting_by_size = SequenceQueue(lambda sequence: (sequence.num_expected_tokens, sequence.order_key))
-        self._parked: set[Sequence] = set()
-        """Preempted with a token in flight; they queue again when it is known."""
-        self._prefilling = SequenceQueue(lambda sequence: sequence.order_key)
-        self._decoding = SequenceQueue(lambda sequence: sequence.order_key)
-        self._draining: set[Sequence] = set()
-        """Running with every token planned; they end when the last result is read."""
         self._num_max_tokens = 0
         """Sum of `max_tokens` over unfinished sequences."""
+        self._queues = Queues()
         self._residency = Residency(limits, model, prefix_cache)
+        self._prompts = PromptPlanner(self._queues, self._residency, ageing_s)
+        self.recovery = Recovery(limits, self._queues, self._residency, self._in_flight, self._set_back, self._finish)
         self.blocks = self._residency.blocks
 
     def add(self, request: SequenceRequest, now: float) -> None:
@@ -77,7 +72,6 @@ class Scheduler:
         if request.seq_id in self._sequences:
             raise InvalidRequest(f"sequence id {request.seq_id} is in use; choose another", param="seq_id")
         sequence = make_sequence(request, self.limits, now, self._number)
-        sequence.root_hash = self.blocks.root_hash(request.cache_salt)
         self._number += 1
         self._sequences[sequence.seq_id] = sequence
         self._num_max_tokens += sequence.max_tokens
@@ -114,8 +108,10 @@ class Scheduler:
                 + (f"step {planned.step} with {len(planned.sampled)}" if planned else "any step in flight")
             )
         if result.failed:
-            self._fail_rows(planned, result.failed)
+            self.recovery.fail_rows(planned, result.failed, self._now)
         self._in_flight.popleft()
+        if result.scores:
+            planned.take_scores(result.scores)
         outputs, size = self._pending, self.limits.block_size
         for sequence, token_id in zip(planned.sampled, result.token_ids, strict=True):
             if sequence is None or sequence.state is FINISHED:
@@ -127,7 +123,9 @@ class Scheduler:
             outputs.append(output)
             if not sequence.has_emitted:
                 sequence.has_emitted = True
+                self.recovery.numeric_streak.succeeded()
                 output.num_cached_tokens = sequence.num_cached_tokens
+                output.prompt_scores = sequence.prompt_scores
             reason = None
             if token_id in sequence.stop_token_ids or len(token_ids) >= sequence.max_tokens:
                 reason = sequence.finish_reason()
@@ -137,26 +135,29 @@ class Scheduler:
                 output.finish_reason = reason
             elif sequence.state is WAITING:
                 if not sequence.num_in_flight:
-                    self._parked.discard(sequence)
+                    self._queues.parked.remove(sequence)
                     self._queue(sequence)
             elif len(token_ids) % size <= 1:
                 # A block can be offered once its last token is known and that token's KV is planned: this result
                 # completes both under the overlapped loop, the next one does without overlap.
                 self._register_known_blocks(sequence)
+        self.recovery.note_good_step(planned)
         return self.take_outputs()
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now (see `take_outputs` for expired sequences)."""
+        self._now = now
         while self._deadlines and self._deadlines[0][0] <= now:
             sequence = heappop(self._deadlines)[2]
             if not sequence.is_finished:
                 self._finish(sequence, "deadline")
+        if not self.recovery.may_plan():
+            return None
         planned = PlannedStep(self._step + 1)
         self._plan_decodes(planned)
         num_decodes = len(planned.rows)
         planned.sampled = list(planned.sequences)
-        if self._prefilling or self._waiting:
-            self._plan_prompts(planned, self.limits.token_budget - num_decodes, now)
+        self._prompts.plan(planned, self.recovery.token_budget - num_decodes, now)
         if not planned.rows:
             return None
         chunks = zip(planned.rows[num_decodes:], planned.sequences[num_decodes:], strict=True)
@@ -169,10 +170,13 @@ class Scheduler:
     def _plan_decodes(self, planned: PlannedStep) -> None:
         size, add_row, add_sequence = self.limits.block_size, planned.rows.append, planned.sequences.append
         ended = []
-        for sequence in tuple(self._decoding):
+        for sequence in tuple(self._queues.decoding):
             if sequence.state is not RUNNING:
                 continue
             position = sequence.num_computed_tokens
+            if position == sequence.recompute_at:
+                self._preempt(sequence)
+                continue
             new_block_ids: list[int] = []
             if position % size == 0:
                 if not self._make_room(sequence):
@@ -186,20 +190,20 @@ class Scheduler:
                 ended.append(sequence)
         self._residency.num_computed_tokens += len(planned.rows)
         for sequence in ended:
-            self._decoding.remove(sequence)
-            self._draining.add(sequence)
+            self._queues.drain(sequence)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """See to a free block for a decode, by preemption if need be. False: the sequence sits this step out.
 
         Decodes are planned oldest first, so a victim never has a row in the plan yet.
         """
+        queues = self._queues
         while not self._residency.has_free_block:
-            if self._draining:
+            if queues.draining:
                 return False  # their blocks come back with the next result, which is cheaper than a recompute
-            victim = self._decoding[-1]
-            if self._prefilling and self._prefilling[-1].order_key > victim.order_key:
-                victim = self._prefilling[-1]
+            victim = queues.decoding[-1]
+            if queues.prefilling and queues.prefilling[-1].order_key > victim.order_key:
+                victim = queues.prefilling[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -208,114 +212,27 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self._register_known_blocks(sequence)
-        self._leave(sequence)
-        self._wait(sequence)
-
-    def _plan_prompts(self, planned: PlannedStep, budget: int, now: float) -> None:
-        if not budget:
-            return
-        by_age = self._is_oldest_due(now)
-        head = self._choose_head(planned)
-        if head is None:
-            self._plan_other_prompts(planned, None, budget, by_age)
-            return
-        chunk = self._residency.open_chunk(planned, head)
-        is_alone = not self._waiting and len(self._prefilling) == 1
-        budget -= self._compute(planned, chunk, budget if is_alone else (budget + 1) // 2)
-        budget = self._plan_other_prompts(planned, head, budget, by_age)
-        if budget and head.in_prefill:
-            self._compute(planned, chunk, budget)
-
-    def _is_oldest_due(self, now: float) -> bool:
-        """Nobody may be admitted before the oldest waiting sequence any more."""
-        if not self._waiting:
-            return False
-        oldest = self._waiting[0]
-        return oldest.has_run or now - oldest.arrival >= self._ageing_s
-
-    def _choose_head(self, planned: PlannedStep) -> Sequence | None:
-        oldest = self._prefilling[0] if self._prefilling else None
-        if self._waiting:
-            waiting = self._waiting[0]
-            if (oldest is None or waiting.order_key < oldest.order_key) and self._admit(planned, waiting):
-                return waiting
-        return oldest
-
-    def _plan_other_prompts(self, planned: PlannedStep, head: Sequence | None, budget: int, by_age: bool) -> int:
-        """Fill the budget with the shortest prompts, started or waiting. Returns what is left of it."""
-        started = [sequence for sequence in self._prefilling if sequence is not head]
-        started.sort(key=lambda sequence: sequence.num_uncomputed_tokens, reverse=True)
-        queue = self._waiting if by_age else self._waiting_by_size
-        max_misfits = 1 if by_age else MAX_MISFITS
-        num_misfits = 0
-        while budget:
-            waiting = queue[num_misfits] if num_misfits < min(max_misfits, len(queue)) else None
-            if started and (
-                by_age or waiting is None or started[-1].num_uncomputed_tokens <= waiting.num_expected_tokens
-            ):
-                sequence = started.pop()
-            elif waiting is None:
-                break
-            elif self._admit(planned, waiting):
-                sequence = waiting
-            else:
-                num_misfits += 1
-                continue
-            budget -= self._compute(planned, self._residency.open_chunk(planned, sequence), budget)
-        return budget
-
-    def _admit(self, planned: PlannedStep, sequence: Sequence) -> bool:
-        if self._parked or not self._residency.admit(planned, sequence):
-            return False
-        self._waiting.remove(sequence)
-        self._waiting_by_size.remove(sequence)
-        sequence.state = RUNNING
-        sequence.in_prefill = True
-        self._prefilling.add(sequence)
-        return True
-
-    def _compute(self, planned: PlannedStep, chunk: Chunk, max_tokens: int) -> int:
-        num_tokens = self._residency.grow_chunk(planned, chunk, max_tokens)
-        if chunk.row.sample:
-            sequence = chunk.sequence
-            self._prefilling.remove(sequence)
-            sequence.in_prefill = False
-            sequence.num_in_flight += 1
-            if sequence.num_tokens >= sequence.max_tokens:
-                self._draining.add(sequence)
-            else:
-                self._decoding.add(sequence)
-        return num_tokens
+        self._set_back(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.num_expected_tokens = self._residency.estimate(sequence)
-        self._waiting.add(sequence)
-        self._waiting_by_size.add(sequence)
+        self._queues.wait(sequence)
 
-    def _wait(self, sequence: Sequence) -> None:
-        """A sequence that ran waits to be computed again from all its known tokens."""
+    def _set_back(self, sequence: Sequence) -> None:
+        """A sequence waits to be computed again from all its known tokens."""
+        self._leave(sequence)
         sequence.state = WAITING
         sequence.has_run = True
         if sequence.num_in_flight:
-            self._parked.add(sequence)
+            self._queues.parked.add(sequence)
         else:
             self._queue(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Out of every queue and set; slot and blocks come back."""
-        if sequence.state is WAITING:
-            if sequence in self._parked:
-                self._parked.remove(sequence)
-            else:
-                self._waiting.remove(sequence)
-                self._waiting_by_size.remove(sequence)
-            return
-        if sequence in self._draining:
-            self._draining.remove(sequence)
-        else:
-            (self._prefilling if sequence.in_prefill else self._decoding).remove(sequence)
-        sequence.in_prefill = False
-        self._residency.release(sequence)
+        """Out of every queue; slot and blocks come back."""
+        self._queues.remove(sequence)
+        if sequence.state is RUNNING:
+            self._residency.release(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -323,79 +240,38 @@ class Scheduler:
         del self._sequences[sequence.seq_id]
         self._num_max_tokens -= sequence.max_tokens
 
-    def _finish(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def _finish(self, sequence: Sequence, reason: str, error: MiiError | None = None) -> None:
         self._end(sequence)
         self._pending.append(SequenceOutput(sequence.seq_id, [], reason, error))
 
     def _register_known_blocks(self, sequence: Sequence) -> None:
         self._residency.register_known_blocks(sequence, self._in_flight[-1] if self._in_flight else None)
 
-    def fail_step(self, step: int, message: str, *, submitted: bool = True) -> list[SequenceOutput]:
-        """A step raised: every sequence with a row in it ends with 'error'; those that read their blocks start over.
+    def retry(self, step: int, last_taken: int, message: str, *, is_memory: bool) -> bool:
+        """A step raised: compute its sequences again, in smaller steps if memory ran out, else apart from each other.
 
-        `submitted` False: the executor never took the plan, which is the newest; its number is used again.
+        `last_taken`: the newest step that the executor took; the failed one may be newer. Returns whether the next step
+        has a better chance because it is smaller.
         """
-        planned = next((item for item in self._in_flight if item.step == step), None)
-        if planned is None:
-            return self.fail_all(message)
-        if not submitted:
-            self._step = step - 1
-            self._residency.unseal(planned)
-        failed = {sequence for sequence in planned.sequences if sequence is not None}
-        self._discard_content(planned, failed)
-        self._in_flight.remove(planned)
-        for sequence in failed:
-            if not sequence.is_finished:
-                self._finish(sequence, "error", message)
-        return self.take_outputs()
+        self._step = last_taken
+        if is_memory:
+            return self.recovery.retry_smaller(step, last_taken, message)
+        self.recovery.retry_apart(step, last_taken, message)
+        return False
 
-    def _fail_rows(self, planned: PlannedStep, reasons: dict[int, str]) -> None:
-        """End the sequences of failed rows, but not those that failed only because they read another one's blocks."""
-        rows = zip(planned.rows, planned.sequences, strict=True)
-        failed = {sequence: reasons[row.slot] for row, sequence in rows if sequence and row.slot in reasons}
-        writers = {block_id: sequence for sequence, block_id in planned.registered if sequence in failed}
-        causes = {
-            sequence: reason
-            for sequence, reason in failed.items()
-            if all(writers.get(block_id, sequence) is sequence for block_id in sequence.block_ids)
-        }
-        self._discard_content(planned, set(causes))
-        for sequence, reason in causes.items():
-            if not sequence.is_finished:
-                self._finish(sequence, "error", reason)
-
-    def _discard_content(self, planned: PlannedStep, failed: set[Sequence]) -> None:
-        """Forget the blocks that `failed` offered since `planned`; whoever shares or copied one starts over."""
-        steps = [item for item in self._in_flight if item.step >= planned.step]
-        sources = set(failed)
-        while True:
-            block_ids = set().union(*(item.blocks_written_for(sources) for item in steps))
-            readers = {item for item in self._sequences.values() if not block_ids.isdisjoint(item.block_ids)}
-            readers.update(*(item.readers_by_copy(block_ids) for item in steps))
-            readers = {item for item in readers - sources if not item.is_finished}
-            if not readers:
-                break
-            for sequence in readers:
-                for item in steps:
-                    item.forget(sequence)
-                sequence.num_in_flight = 0
-                self._leave(sequence)
-                self._wait(sequence)
-            sources |= readers
-        self.blocks.invalidate(block_ids)
-
-    def fail_all(self, message: str) -> list[SequenceOutput]:
-        """After a bug: end every sequence and start with an empty pool; steps in flight yield nothing."""
+    def fail_all(self, message: str, last_read: int = 0) -> list[SequenceOutput]:
+        """After a bug: end every sequence and start with an empty pool; steps in flight yield nothing, and those up to
+        `last_read` are over."""
         for sequence in self._sequences.values():
             sequence.state = FINISHED
-            self._pending.append(SequenceOutput(sequence.seq_id, [], "error", message))
+            self._pending.append(SequenceOutput(sequence.seq_id, [], "error", InternalError(message)))
+        self.recovery.reset()
         self._residency.reset(self._sequences.values())
         self._sequences.clear()
         self._num_max_tokens = 0
-        for queue in (self._waiting, self._waiting_by_size, self._prefilling, self._decoding):
-            queue.clear()
-        self._parked.clear()
-        self._draining.clear()
+        self._queues.clear()
+        while self._in_flight and self._in_flight[0].step <= last_read:
+            self._in_flight.popleft()
         for planned in self._in_flight:
             planned.registered.clear()
         return self.take_outputs()
@@ -418,6 +294,9 @@ class Scheduler:
             num_prefix_queried_tokens=blocks.num_queried_tokens,
             num_prefix_hit_tokens=blocks.num_hit_tokens,
             num_prefix_evictions=blocks.num_evictions,
+            num_failed_steps=self.recovery.num_failed_steps,
+            num_numeric_errors=self.recovery.num_numeric_errors,
+            token_budget=self.recovery.token_budget,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -430,16 +309,9 @@ class Scheduler:
         Raises:
             InternalError: with the first violation found.
         """
-        waiting, running = [*self._waiting, *self._parked], [*self._prefilling, *self._decoding, *self._draining]
-        if Counter(waiting + running) != Counter(self._sequences.values()):
-            raise InternalError("the queues and the table of sequences differ")
-        if set(self._waiting) != set(self._waiting_by_size):
-            raise InternalError("the two waiting queues differ")
-        self._residency.check(running)
+        self._queues.check(self._sequences.values())
+        self._residency.check(self._queues.running)
         in_flight = Counter(sequence for planned in self._in_flight for sequence in planned.sampled if sequence)
-        for sequence in waiting + running:
+        for sequence in self._sequences.values():
             if sequence.num_in_flight != in_flight[sequence]:
                 raise InternalError(f"sequence {sequence.seq_id}: {sequence.num_in_flight} tokens in flight")
-            expected = WAITING if sequence in set(waiting) else RUNNING
-            if sequence.state is not expected or (expected is WAITING and sequence.block_ids):
-                raise InternalError(f"sequence {sequence.seq_id} is {sequence.state.value} in the wrong queue")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one sequence inside the scheduler, and the queues that keep sequences in order.
+"""The state of one sequence inside the scheduler, and what is remembered of the steps planned for it.
 
 Token counts under the overlapped loop: `token_ids` holds what the host knows; `num_in_flight` tokens more have been
 planned (the executor has or will have them in its slot) and are learnt when their step's result is read.
@@ -10,13 +10,10 @@ Knows nothing of budgets or blocks beyond its own table.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-from mii_zmq.errors import InternalError, InvalidRequest, PromptTooLong
+from mii_zmq.errors import InvalidRequest, PromptTooLong
 from mii_zmq.worker.plan import EngineLimits, NewSequence, SamplingSpec, SequenceRequest, StepPlan, StepRow
 
 PRIORITY_STEP_S = 10.0
@@ -51,7 +48,13 @@ class Sequence:
     deadline: float | None
     order_key: OrderKey
     """Smaller is served first: arrival, moved by priority; the second part breaks ties."""
+    cache_salt: str = ""
+    rope_regime: int = -1
+    """Sequences of one regime compute the same KV from the same tokens; settled whenever the sequence is queued."""
     root_hash: bytes = b""
+    """Parent of the first block's hash in this regime."""
+    recompute_at: int | None = None
+    """Position that must not be computed in this regime: from there on the whole sequence belongs to another one."""
     state: SequenceState = SequenceState.WAITING
     in_prefill: bool = False
     """Running, with known tokens left to compute before the next one can be drawn."""
@@ -59,6 +62,8 @@ class Sequence:
     is_held: bool = False
     """The executor holds the slot, so it must be told when the slot is freed."""
     block_ids: list[int] = field(default_factory=list)
+    released_block_ids: list[int] = field(default_factory=list)
+    """What it held before it ended or was last preempted; others may have these blocks by now."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `token_ids`, as far as they were needed."""
     num_registered_blocks: int = 0
@@ -71,7 +76,13 @@ class Sequence:
     """While waiting: prompt tokens to compute, as estimated from the prefix cache when it was queued."""
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache, until the first output has reported them."""
+    prompt_scores: list[float] | None = None
+    """Log-probabilities of prompt tokens 1, 2, ..., as far as they are known; None: not asked for."""
     has_emitted: bool = False
+    has_borrowed: bool = False
+    """Since its last admission it has used blocks that another sequence computed."""
+    is_apart: bool = False
+    """It must compute everything by itself, since what it borrowed may have been wrong."""
     has_run: bool = False
     """It was preempted or restarted: nobody may be admitted before it."""
 
@@ -83,6 +94,15 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known and in-flight tokens."""
         return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Its prompt is still to be scored, so it has to be computed whatever is cached of it."""
+        return self.prompt_scores is not None and len(self.prompt_scores) < self.num_prompt_tokens - 1
+
+    @property
+    def may_borrow(self) -> bool:
+        return not self.is_apart and not self.lacks_scores
 
     @property
     def num_output_tokens(self) -> int:
@@ -118,6 +138,8 @@ def make_sequence(request: SequenceRequest, limits: EngineLimits, now: float, nu
         raise InvalidRequest(
             f"resume holds {len(resumed)} tokens, more than max_new_tokens ({request.max_new_tokens})", param="resume"
         )
+    if request.score_prompt and not limits.scores_prompts:
+        raise InvalidRequest("this engine does not score prompts yet; leave score_prompt out", param="score_prompt")
     _check_lengths(request, limits)
     _check_token_ids(prompt, limits.vocab_size, "prompt")
     _check_token_ids(resumed, limits.vocab_size, "resume")
@@ -134,6 +156,8 @@ def make_sequence(request: SequenceRequest, limits: EngineLimits, now: float, nu
         arrival=now,
         deadline=None if request.deadline_s is None else now + request.deadline_s,
         order_key=(now + level * PRIORITY_STEP_S, number),
+        cache_salt=request.cache_salt,
+        prompt_scores=[] if request.score_prompt else None,
     )
 
 
@@ -165,37 +189,6 @@ def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
         raise InvalidRequest(f"{param} holds token id {wrong}, allowed: 0 to {vocab_size - 1}", param=param)
 
 
-class SequenceQueue:
-    """Sequences sorted by a key that must not change while they are in it. O(log n) plus one memory move."""
-
-    __slots__ = ("_items", "_key")
-
-    def __init__(self, key: Callable[[Sequence], Any]) -> None:
-        self._key = key
-        self._items: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._items)
-
-    def __getitem__(self, index: int) -> Sequence:
-        return self._items[index]
-
-    def add(self, sequence: Sequence) -> None:
-        insort(self._items, sequence, key=self._key)
-
-    def remove(self, sequence: Sequence) -> None:
-        index = bisect_left(self._items, self._key(sequence), key=self._key)
-        if index == len(self._items) or self._items[index] is not sequence:
-            raise InternalError(f"sequence {sequence.seq_id} is not in the queue it should be in")
-        del self._items[index]
-
-    def clear(self) -> None:
-        self._items.clear()
-
-
 @dataclass(slots=True)
 class Chunk:
     """A prompt's share of the step in the making; it may grow while the step is planned."""
@@ -219,25 +212,29 @@ class PlannedStep:
     new: list[NewSequence] = field(default_factory=list)
     new_sequences: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    copying_sequences: list[Sequence] = field(default_factory=list)
-    """Parallel to `copies`: who holds the destination."""
-    registered: list[tuple[Sequence, int]] = field(default_factory=list)
+    registered: list[int] = field(default_factory=list)
     """Blocks that became findable although this step, or one before it, has yet to write them."""
     fresh_block_ids: set[int] = field(default_factory=set)
     """Blocks that this step fills: they cannot be copied in the same step, since copies come before writes."""
     freed_slots: list[int] = field(default_factory=list)
+    zeroed: list[int] = field(default_factory=list)
 
     def to_plan(self) -> StepPlan:
-        return StepPlan(self.step, self.rows, self.new, self.freed_slots, self.copies)
+        return StepPlan(self.step, self.rows, self.new, self.freed_slots, self.copies, self.zeroed)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence starts over: whatever this step yields for it is void."""
         self.sequences = [None if item is sequence else item for item in self.sequences]
         self.sampled = [None if item is sequence else item for item in self.sampled]
 
-    def blocks_written_for(self, sequences: set[Sequence]) -> set[int]:
-        return {block_id for sequence, block_id in self.registered if sequence in sequences}
+    def take_scores(self, scores: dict[int, list[float]]) -> None:
+        """Give each sequence what its row found; a row that was computed again finds nothing new."""
+        for row, sequence in zip(self.rows, self.sequences, strict=True):
+            if row.score and sequence is not None and sequence.prompt_scores is not None:
+                known = sequence.prompt_scores
+                known += scores[row.slot][len(known) - row.start : sequence.num_prompt_tokens - 1 - row.start]
 
-    def readers_by_copy(self, block_ids: set[int]) -> list[Sequence]:
-        pairs = zip(self.copies, self.copying_sequences, strict=True)
-        return [sequence for (source, _), sequence in pairs if source in block_ids]
+    def ends(self) -> dict[Sequence, int]:
+        """Unfinished sequences with a row, and the position at which it ends."""
+        rows = zip(self.rows, self.sequences, strict=True)
+        return {item: row.start + row.num_tokens for row, item in rows if item is not None and not item.is_finished}

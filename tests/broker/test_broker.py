@@ -248,6 +248,23 @@ async def test_drain_waits_for_what_was_accepted(site: Site) -> None:
     assert (await client.wait_for(Verb.FINAL)).request_id == request_id
 
 
+async def test_last_answers_can_be_read_before_the_connection_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mii_zmq.broker.broker.FAREWELL_S", 3600.0)
+    worker, client, stop_now = site.worker(), site.client(), asyncio.Event()
+    await worker.register()
+    request_id = await client.generate()
+    await worker.wait_for(Verb.GENERATE)
+    draining = asyncio.create_task(site.broker.drain(stop_now))
+    await worker.finish(request_id)
+    assert (await client.wait_for(Verb.FINAL)).request_id == request_id
+    while not site.broker.state.is_finished:
+        await asyncio.sleep(0)
+    done, _ = await asyncio.wait([draining], timeout=0.1)
+    assert not done
+    stop_now.set()
+    await asyncio.wait_for(draining, TIMEOUT_S)
+
+
 async def test_endpoint_in_use(site: Site, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another process does"):
         async with open_site(tmp_path):

@@ -195,6 +195,17 @@ class TestRefusals:
         bench.final("w", 1)
         assert bench.state.is_finished
 
+    def test_a_draining_broker_says_so_in_its_heartbeats(self) -> None:
+        bench = bench_with("w")
+        bench.hello("c")
+        bench.client("c", Verb.HEARTBEAT)
+        assert "is_draining" not in bench.last("c").header
+        assert bench.state.status(bench.now)["deployments"]["m"]["takes_requests"] is True
+        bench.state.drain()
+        bench.client("c", Verb.HEARTBEAT)
+        assert bench.last("c").header["is_draining"] is True
+        assert bench.state.status(bench.now)["deployments"]["m"]["takes_requests"] is False
+
     def test_close_ends_everything_with_an_error(self) -> None:
         bench = bench_with("w")
         bench.hello("c")
@@ -397,7 +408,7 @@ class TestClients:
         welcome = bench.last("c").header
         assert welcome["deployments"] == ["m"]
         assert welcome["heartbeat_ms"] == 500
-        assert "credit" not in welcome["capabilities"]
+        assert welcome["capabilities"] == ["batch", "credit"]
         bench.client("c", Verb.HEARTBEAT)
         assert bench.last("c").header == {"epoch": welcome["epoch"]}
 
@@ -459,16 +470,15 @@ class TestClients:
         bench.client(REQ, Verb.CREDIT, None, {"credit": 1})
         assert bench.verbs(REQ) == ["ERROR", "FINAL", "ERROR", "ERROR", "STATUS", "WELCOME", "ERROR"]
 
-    def test_credit_is_accounted(self) -> None:
+    def test_credit_that_makes_no_sense(self) -> None:
         bench = bench_with("w")
-        bench.client("c", Verb.HELLO, None, {"credit": 4})
-        bench.generate("c", 1)
-        request = bench.state.requests.by_id[request_id(1)]
-        bench.tokens("w", row(1, 0, [1]))
-        bench.client("c", Verb.CREDIT, 1, {"credit": 2})
-        assert request.credit == 5
+        bench.client("c", Verb.HELLO, None, {"credit": -1})
+        assert bench.error("c")["param"] == "credit"
+        bench.client("c", Verb.CREDIT, 8, {"credit": 0})
+        assert bench.error("c")["param"] == "credit"
+        bench.clear()
         bench.client("c", Verb.CREDIT, 8, {"credit": 2})
-        assert "ERROR" not in bench.verbs("c")
+        assert bench.verbs("c") == []
 
     def test_stalled_broker_blames_nobody(self) -> None:
         bench = bench_with("w")

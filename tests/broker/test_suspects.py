@@ -14,8 +14,8 @@ from mii_zmq.broker.suspects import ALONE_WAIT_S, APART_WAIT_S, Quarantine, fing
 from mii_zmq.errors import PoisonRequest
 from mii_zmq.protocol import Message, TokenDelta, TokenRows, Verb, encode
 from tests.broker.bench import Bench, packed, request_id, row
-from tests.broker.test_routing import make_request
 from tests.broker.test_state import bench_with, numbers_at
+from tests.broker.test_waiting import make_request
 
 GOODBYE = encode(Verb.DISCONNECT, header={"reason": "the engine process was killed by signal 9"})
 incarnations = itertools.count(100)

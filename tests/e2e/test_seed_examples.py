@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.stack import unused_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("deployments")]
 
@@ -96,8 +97,7 @@ def test_serve_with_two_replicas(tiny_model: Path) -> None:
 
 
 def test_serve_with_a_rest_gateway_outlives_its_script(tiny_model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = unused_port()
     try:
         run_script(SERVE_REST, tiny_model, port)
         assert len(run_script(CLIENT, tiny_model).splitlines()) == 1

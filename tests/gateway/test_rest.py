@@ -97,7 +97,7 @@ async def test_one_failed_prompt_ends_the_others(http: aiohttp.ClientSession, br
 async def test_overload_says_when_to_come_back(http: aiohttp.ClientSession, broker: FakeClient, stream: bool) -> None:
     broker.answer = lambda generation: generation.fail(Overloaded("full", retry_after_ms=2300))
     async with http.post("/mii/fake", json={"prompts": "a", "stream": stream}) as response:
-        assert response.status == 429
+        assert response.status == 503
         assert response.headers["Retry-After"] == "3"
         assert response.headers["Content-Type"] == "application/json"
 

@@ -15,6 +15,7 @@ from mii_zmq.worker.actor import Actor
 from mii_zmq.worker.engine_channel import OutputRow, StepReport, ids_to_bytes, load_values
 from mii_zmq.worker.intake import Intake
 from mii_zmq.worker.plan import EngineLimits, SequenceRequest
+from mii_zmq.worker.watchdog import Watchdog
 
 LIMITS = EngineLimits(
     vocab_size=257,
@@ -26,6 +27,7 @@ LIMITS = EngineLimits(
     eos_token_ids=(FAKE_EOS,),
 )
 NO_LOAD = load_values(Load())
+PATIENCE_S = 30
 
 
 class ScriptedEngine:
@@ -68,7 +70,7 @@ class RecordingLink:
         self.is_gone = True
 
     async def take(self, verb: Verb) -> Message:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             message = await self.sent.get()
         assert message.verb is verb, message
         return message
@@ -80,7 +82,8 @@ class Harness:
         self.links = [RecordingLink(index) for index in range(num_links)]
         ready = Ready(group="g", incarnation=bytes(16), deployment="d", max_requests=8, max_model_len=256)
         intake = Intake(load_tokenizer("fake:"), LIMITS)
-        self.actor = Actor(self.engine, intake, ready, tokenizer_threads=2)  # type: ignore[arg-type]
+        self.watchdog = Watchdog(30.0)
+        self.actor = Actor(self.engine, intake, ready, 2, self.watchdog)  # type: ignore[arg-type]
         self.actor.links = self.links  # type: ignore[assignment]
 
     @property
@@ -111,7 +114,7 @@ class Harness:
         return request_id
 
     async def added(self) -> SequenceRequest:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.engine.added.get()
 
     def step(self, *rows: OutputRow) -> None:

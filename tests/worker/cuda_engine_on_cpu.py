@@ -2,12 +2,14 @@
 """The GPU engine without a GPU: its kernels in Triton's interpreter, CUDA's streams and events replaced by nothing.
 
 `python cuda_engine_on_cpu.py NUM_BLOCKS [deterministic]` runs requests with every kind of sampling through it and
-through the CPU's executor, and compares the token ids. Graphs and timing are all that this leaves out.
+through the CPU's executor, and compares the token ids. Graphs and timing are all that this leaves out. With `faults`
+instead, requests that cannot be computed run beside others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import sys
@@ -22,15 +24,17 @@ import torch
 
 from mii_zmq import kernels
 from mii_zmq.config import EngineConfig
+from mii_zmq.errors import InternalError, NumericError
 from mii_zmq.worker import cuda_load
 from mii_zmq.worker.core import EngineCore
 from mii_zmq.worker.executor import ModelExecutor
 from mii_zmq.worker.kv_pool import BlockShape, KvPool
 from mii_zmq.worker.memory_bill import MemoryBill
-from mii_zmq.worker.models import cuda_decoder
+from mii_zmq.worker.models.cuda_buffers import Card
 from mii_zmq.worker.models.decoder import Decoder
+from mii_zmq.worker.models.model_weights import DecoderWeights
 from mii_zmq.worker.models.random_weights import SHAPES, random_weights
-from mii_zmq.worker.models.weights import DecoderWeights
+from mii_zmq.worker.models.spec import RopeConfig
 from mii_zmq.worker.plan import EngineLimits, Executor, SamplingSpec, SequenceRequest
 from mii_zmq.worker.sampler import Sampler
 
@@ -38,7 +42,7 @@ CPU = torch.device("cpu")
 VOCAB, MAX_LEN, BLOCK, SLOTS, BUDGET = 99, 64, 16, 6, 24
 CONFIG = replace(
     SHAPES["tiny"], vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=16,
-    max_position_embeddings=MAX_LEN,
+    max_position_embeddings=MAX_LEN, ropes=(RopeConfig(500000.0, 16),) * 2, scale=0.25,
 )  # fmt: skip
 SPECS = [
     SamplingSpec(),
@@ -74,7 +78,7 @@ def replace_cuda() -> None:
     zeros = torch.zeros
     torch.zeros = lambda *shape, pin_memory=False, **options: zeros(*shape, **options)  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment, method-assign]
-    cuda_decoder.Card.of = classmethod(lambda cls, device: cls(1, is_hopper=False))  # type: ignore[method-assign, assignment]
+    Card.of = classmethod(lambda cls, device: cls(1, is_hopper=False))  # type: ignore[method-assign, assignment]
     cuda_load.array_module = lambda device: np
 
 
@@ -83,10 +87,11 @@ def make_weights() -> DecoderWeights:
     weights = random_weights(CONFIG, torch.float32, CPU)
     for layer in weights.layers:
         for affine in (layer.qkv, layer.out, layer.up, layer.down):
+            assert affine is not None
             affine.weight.mul_(8.0)
     weights.embed.mul_(10.0)
     assert weights.head is not None
-    weights.head.mul_(20.0)
+    weights.head.weight.mul_(20.0)
     return weights
 
 
@@ -110,6 +115,43 @@ def run(executor: Executor) -> tuple[dict[int, list[Any]], int]:
     return outputs, stats.num_preemptions
 
 
+BANE = 7
+"""A token whose embedding is not finite."""
+
+
+def run_faults(num_blocks: int) -> None:
+    """One request without finite logits and one with options that no tensor holds: each ends alone."""
+    logging.disable(logging.ERROR)
+    weights = make_weights()
+    weights.embed[BANE] = float("nan")
+    config = EngineConfig(
+        model="random", max_sequences=SLOTS, block_size=BLOCK, num_blocks=num_blocks, token_budget=BUDGET
+    )
+    executor = cuda_load.build_cuda_executor(config, CONFIG, weights, MAX_LEN, use_graphs=False)
+    core = EngineCore(executor)
+    good = [SequenceRequest(seq_id, [11 + seq_id] * 5, 6, sampling=SPECS[seq_id]) for seq_id in range(2)]
+    bad = [
+        SequenceRequest(2, [20, BANE, 21] * 6, 6),
+        SequenceRequest(3, [30, 31], 6, sampling=SamplingSpec(seed=2**70, temperature=1.0)),
+    ]
+    found: list[dict[int, list[int]]] = []
+    for requests in (good, [*good, *bad], good):
+        outputs: dict[int, list[int]] = {request.seq_id: [] for request in requests}
+        errors: dict[int, Any] = {}
+        for request in requests:
+            core.add(request)
+        while core.has_work:
+            for output in core.step():
+                outputs[output.seq_id] += output.token_ids
+                if output.error is not None:
+                    errors[output.seq_id] = type(output.error)
+        assert errors == ({2: NumericError, 3: InternalError} if requests[-1].seq_id == 3 else {}), errors
+        found.append({request.seq_id: outputs[request.seq_id] for request in good})
+    assert found[0] == found[1] == found[2], found
+    assert executor._pool.slab.isfinite().all(), "what was not finite was zeroed before the next requests came"
+    print(f"{core.stats().num_failed_steps} failed steps")
+
+
 def main(num_blocks: int, deterministic: bool) -> None:
     warnings.simplefilter("ignore")
     replace_cuda()
@@ -130,4 +172,8 @@ def main(num_blocks: int, deterministic: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), deterministic="deterministic" in sys.argv)
+    if "faults" in sys.argv:
+        replace_cuda()
+        run_faults(int(sys.argv[1]))
+    else:
+        main(int(sys.argv[1]), deterministic="deterministic" in sys.argv)

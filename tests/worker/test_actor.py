@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from mii_zmq.protocol import FinalBody, Load, Verb, iterate_tokens, parse_body
+from mii_zmq.protocol import FinalBody, Verb, iterate_tokens, parse_body
 from mii_zmq.tokenizer import FAKE_EOS
-from mii_zmq.worker import actor as actor_module
-from mii_zmq.worker.engine_channel import StepReport, ids_from_bytes, ids_to_bytes, load_values
-from tests.worker.actor_harness import Harness, row
+from mii_zmq.worker.engine_channel import ids_from_bytes, ids_to_bytes
+from tests.worker.actor_harness import PATIENCE_S, Harness, row
 
 
 @pytest.fixture
@@ -137,6 +136,15 @@ async def test_resumed_request_goes_on_behind_the_given_ids(harness: Harness, st
     if not stream:
         assert (body.text, ids_from_bytes(final.raw[0])) == ("ab🙂", [*b"ab", *smile])
     harness.assert_empty()
+
+
+async def test_continued_stream_continues_the_numbers_of_its_rows(harness: Harness) -> None:
+    harness.generate(resume=list(b"ab"), max_new_tokens=4, header={"first_seq": 7})
+    sequence = await harness.added()
+    harness.step(row(sequence.seq_id, b"c"))
+    harness.step(row(sequence.seq_id, b"d", "length"))
+    deltas = [delta for _ in range(2) for delta in iterate_tokens(await harness.link.take(Verb.TOKENS))]
+    assert [(delta.seq, delta.token_offset) for delta in deltas] == [(7, 2), (8, 3)]
 
 
 @pytest.mark.parametrize(
@@ -277,10 +285,10 @@ async def test_output_that_breaks_the_text_stream_fails_that_request_only(
 
 
 async def test_deadline_and_tenant_reach_the_engine(harness: Harness) -> None:
-    harness.generate(header={"deadline_ms": 5000, "tenant": "t", "priority": 3})
+    harness.generate(header={"deadline_ms": 60_000, "tenant": "t", "priority": 3})
     sequence = await harness.added()
     assert sequence.deadline_s is not None
-    assert 4 < sequence.deadline_s <= 5
+    assert 0 < 60 - PATIENCE_S < sequence.deadline_s <= 60, "what is left of it"
     assert (sequence.cache_salt, sequence.priority) == ("t", 3)
 
 
@@ -351,33 +359,11 @@ async def test_draining_refuses_new_requests_and_finishes_the_old(harness: Harne
     assert (error.header["code"], error.header["retryable"]) == ("draining", True)
     waiter = asyncio.ensure_future(harness.actor.wait_idle())
     harness.step(row(seq_id, "x", "length"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await waiter
     await harness.link.take(Verb.TOKENS)
     await harness.link.take(Verb.FINAL)
     harness.assert_empty()
-
-
-async def test_no_heartbeat_while_the_engine_does_not_report(harness: Harness) -> None:
-    assert harness.actor.heartbeat() is not None
-    harness.actor._last_report -= actor_module.ENGINE_SILENCE_S + 1
-    assert harness.actor.heartbeat() is None
-    assert harness.engine.lost is None
-    harness.step()
-    assert harness.actor.heartbeat() is not None
-
-
-async def test_long_steps_are_no_hang(harness: Harness) -> None:
-    slow = load_values(Load(step_ms=5000.0))
-    harness.actor.on_step(StepReport(1, (), slow))
-    harness.actor._last_report -= actor_module.ENGINE_SILENCE_S + 1
-    assert harness.actor.heartbeat() is not None
-
-
-async def test_engine_that_never_reports_again_counts_as_lost(harness: Harness) -> None:
-    harness.actor._last_report -= actor_module.ENGINE_HANG_S + 1
-    assert harness.actor.heartbeat() is None
-    assert harness.engine.lost is not None
 
 
 async def test_many_requests_leave_nothing_behind(harness: Harness) -> None:

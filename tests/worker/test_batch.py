@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from mii_zmq.worker.batch import SlotState, build_batch
@@ -44,6 +45,40 @@ def test_rows_are_flattened_with_decodes_first_by_length() -> None:
     assert batch.sample_slots == [4, 2, 5]
     assert batch.sample_positions == [3, 6, 9]
     assert batch.plan_order == [1, 2, 0], "slots 2, 5, 4 in the plan's order"
+
+
+def rope_lengths(plan: StepPlan, state: SlotState) -> list[int]:
+    state.apply(plan)
+    lengths = build_batch(plan, state).forward.rope_lengths
+    assert lengths is not None
+    assert lengths.dtype == torch.int64
+    return lengths.tolist()
+
+
+def test_rope_lengths_are_kept_only_for_models_with_a_border() -> None:
+    state = make_state()
+    plan = StepPlan(1, [StepRow(0, 0, 3, False)], [new(0, [1, 2, 3], [0])])
+    state.apply(plan)
+    assert build_batch(plan, state).forward.rope_lengths is None
+    assert state.fixed_rope_lengths is None
+
+
+@pytest.mark.parametrize(("recomputes", "fixed"), [(True, 9), (False, 4)])
+def test_rope_lengths_start_at_what_was_installed_and_grow_with_the_position(recomputes: bool, fixed: int) -> None:
+    state = SlotState(6, 32, 4, CPU, rope_border=8, recomputes_at_border=recomputes)
+    first = new(3, list(range(9)), [1, 2, 3])
+    first.num_prompt_tokens = 4
+    plan = StepPlan(1, [StepRow(3, 2, 6, False), StepRow(1, 0, 2, True)], [first, new(1, [5, 6], [7])])
+    assert rope_lengths(plan, state) == [2, 2, *(max(fixed, position + 1) for position in range(2, 8))]
+    assert rope_lengths(StepPlan(2, [StepRow(1, 2, 1, True), StepRow(3, 8, 1, True)]), state) == [3, 9]
+    assert rope_lengths(StepPlan(3, [StepRow(3, 9, 1, True)]), state) == [10]
+
+
+def test_a_reused_slot_takes_the_rope_length_of_its_new_sequence() -> None:
+    state = SlotState(6, 32, 4, CPU, rope_border=8, recomputes_at_border=True)
+    state.apply(StepPlan(1, [], [new(0, list(range(9)), [1, 2, 3])]))
+    plan = StepPlan(2, [StepRow(0, 0, 2, True)], [new(0, [7, 8], [5])], freed_slots=[0])
+    assert rope_lengths(plan, state) == [2, 2]
 
 
 def test_no_sampled_row() -> None:

@@ -62,8 +62,12 @@ def test_equal_blocks_behind_another_root_have_other_hashes(model: str, salt: st
     assert ours[1] != theirs[1]
 
 
-def test_model_name_and_salt_do_not_run_into_each_other():
+def test_model_name_salt_and_rope_regime_do_not_run_into_each_other():
     assert BlockManager(1, 2, model="ab").root_hash("c") != BlockManager(1, 2, model="a").root_hash("bc")
+    blocks = BlockManager(1, 2, model="m")
+    roots = {blocks.root_hash(salt, regime) for salt in ("", "\1", "1") for regime in (0, 1, 300)}
+    assert len(roots) == 9
+    assert blocks.root_hash("a", 0) == blocks.root_hash("a")
 
 
 def test_hashes_can_be_extended_in_parts():

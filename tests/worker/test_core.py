@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mii_zmq.errors import InternalError, InvalidRequest
-from mii_zmq.worker.core import MAX_FAILED_STEPS
+from mii_zmq.errors import InvalidRequest
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, FakeModel
-from mii_zmq.worker.plan import PendingStep, SamplingSpec, SequenceRequest, StepPlan
+from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
 from tests.engine_driver import Driver, make_driver, make_limits, make_request
 
 
@@ -110,66 +109,6 @@ def test_resumed_sequence_that_was_complete_ends_without_a_step(resumed: list[in
     assert driver.executor.plans == []
 
 
-def test_a_step_that_raises_ends_its_sequences_only(caplog: pytest.LogCaptureFixture):
-    driver = make_driver(make_limits(max_sequences=2, token_budget=16))
-    driver.executor.faults.steps[3] = RuntimeError("device\nlost")
-    driver.add(*(make_request(seq_id, 8, max_new_tokens=10) for seq_id in range(4)))
-    with caplog.at_level(logging.CRITICAL, logger="mii_zmq.worker.core"):
-        driver.run()
-    assert driver.reasons == {0: "error", 1: "error", 2: "length", 3: "length"}
-    assert driver.errors[0] == "step 3 failed: RuntimeError: device lost"
-    driver.check_outputs()
-
-
-def test_a_plan_that_cannot_be_submitted_ends_its_sequences_only(caplog: pytest.LogCaptureFixture):
-    driver = make_driver(make_limits(max_sequences=2, token_budget=16))
-    driver.executor.faults.submit[3] = OSError("channel closed")
-    driver.add(*(make_request(seq_id, 8, max_new_tokens=10) for seq_id in range(4)))
-    with caplog.at_level(logging.CRITICAL, logger="mii_zmq.worker.core"):
-        driver.run()
-    assert driver.reasons == {0: "error", 1: "error", 2: "length", 3: "length"}
-    assert [plan.step for plan in driver.executor.plans] == list(range(1, len(driver.executor.plans) + 1))
-    driver.check_outputs()
-
-
-class DeadDevice:
-    """An executor that takes no step."""
-
-    limits = make_limits(max_sequences=1, token_budget=16)
-
-    def submit(self, plan: StepPlan) -> PendingStep:
-        raise RuntimeError("device lost")
-
-    def close(self) -> None: ...
-
-
-@pytest.mark.parametrize("takes_steps", [False, True])
-def test_a_device_that_fails_every_step_ends_the_engine(takes_steps: bool, caplog: pytest.LogCaptureFixture):
-    driver = make_driver(DeadDevice.limits)
-    if takes_steps:
-        driver.executor.faults.steps.update({step: RuntimeError("device lost") for step in range(1, 100)})
-    else:
-        driver.core.executor = DeadDevice()
-    driver.add(*(make_request(seq_id, 8) for seq_id in range(20)))
-    with caplog.at_level(logging.CRITICAL, logger="mii_zmq.worker.core"):
-        with pytest.raises(InternalError, match="8 steps failed one after the other.* RuntimeError: device lost"):
-            driver.run()
-        assert len(driver.reasons) < MAX_FAILED_STEPS, "those that waited were not failed one by one"
-
-
-def test_a_good_step_between_failed_ones_keeps_the_engine(caplog: pytest.LogCaptureFixture):
-    driver = make_driver(make_limits(max_sequences=1, token_budget=16))
-    good = (MAX_FAILED_STEPS, 2 * MAX_FAILED_STEPS)
-    for step in range(1, 3 * MAX_FAILED_STEPS):
-        if step not in good:
-            driver.executor.faults.steps[step] = RuntimeError("device lost")
-    driver.add(*(make_request(seq_id, 8, max_new_tokens=1) for seq_id in range(30)))
-    with caplog.at_level(logging.CRITICAL, logger="mii_zmq.worker.core"):
-        driver.run()
-    assert list(driver.reasons.values()).count("error") == 3 * MAX_FAILED_STEPS - 3
-    driver.check_outputs()
-
-
 @pytest.mark.parametrize("bug", ["clock", "queues", "blocks"])
 def test_a_bug_ends_everything_and_the_engine_stays_usable(bug: str, caplog: pytest.LogCaptureFixture):
     driver = make_driver()
@@ -180,9 +119,9 @@ def test_a_bug_ends_everything_and_the_engine_stays_usable(bug: str, caplog: pyt
     if bug == "clock":
         driver.core._clock = lambda: next(iter([]))
     elif bug == "queues":
-        scheduler._waiting_by_size.clear()
+        scheduler._queues.waiting_by_size.clear()
     else:
-        scheduler.blocks._refs[scheduler._decoding[0].block_ids[0]] = 0
+        scheduler.blocks._refs[scheduler._queues.decoding[0].block_ids[0]] = 0
     with caplog.at_level(logging.CRITICAL, logger="mii_zmq.worker.core"):
         while scheduler.has_work:
             for output in driver.core.step():
@@ -194,32 +133,6 @@ def test_a_bug_ends_everything_and_the_engine_stays_usable(bug: str, caplog: pyt
     driver.add(make_request(99, 20))
     driver.run()
     assert driver.outputs[99] == driver.executor.model.generate(driver.requests[99])
-
-
-def test_a_failed_row_ends_one_sequence_and_those_that_share_its_blocks_start_over():
-    shared = [7] * 12
-    driver = make_driver(make_limits(token_budget=64))
-    driver.executor.faults.rows[1] = {0: "non-finite logits"}
-    driver.add(make_request(1, [*shared, 1]), make_request(2, [*shared, 2]), make_request(3, 9))
-    driver.run()
-    assert driver.reasons == {1: "error", 2: "length", 3: "length"}
-    assert driver.errors[1] == "non-finite logits"
-    driver.check_outputs()
-
-
-def test_blocks_of_a_failed_step_are_not_reused(caplog: pytest.LogCaptureFixture):
-    prompt = list(range(40))
-    driver = make_driver(make_limits(token_budget=16))
-    driver.executor.faults.steps[2] = RuntimeError("lost")
-    driver.add(make_request(1, prompt))
-    with caplog.at_level(logging.CRITICAL, logger="mii_zmq.worker.core"):
-        driver.step()
-        driver.step()
-        driver.add(make_request(2, [*prompt, 1]))
-        driver.run()
-    assert driver.reasons == {1: "error", 2: "length"}
-    assert driver.num_cached_tokens[2] <= 16
-    driver.check_outputs()
 
 
 def test_close_closes_the_executor():

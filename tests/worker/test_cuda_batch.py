@@ -18,7 +18,7 @@ from mii_zmq.worker.cuda_batch import (
     decode_buckets,
     row_bucket,
 )
-from mii_zmq.worker.plan import NewSequence, SamplingSpec, StepPlan, StepRow
+from mii_zmq.worker.plan import EngineLimits, NewSequence, SamplingSpec, StepPlan, StepRow
 
 LAYOUT = PackedLayout(max_sequences=20, token_budget=512, tile_tokens=128)
 TILES_ONLY = PackedLayout(max_sequences=20, token_budget=512, tile_tokens=128, tiles_only=True)
@@ -44,6 +44,19 @@ def test_layout_is_aligned_and_disjoint() -> None:
     assert all(offset % 16 == 0 for offset in offsets)
     assert LAYOUT.max_rows == 32
     assert LAYOUT.sample_tokens - LAYOUT.query_starts > LAYOUT.max_rows, "one more start than rows"
+
+
+@pytest.mark.parametrize(("border", "recomputes", "expected"), [(8, True, 5), (8, False, 2), (None, False, -1)])
+def test_rope_lengths_lie_behind_the_histories(border: int | None, recomputes: bool, expected: int) -> None:
+    limits = EngineLimits(99, 64, 8, 16, 20, 512, rope_border=border, recomputes_at_border=recomputes)
+    sequence = NewSequence(3, [7, 8, 9, 6, 5], 2, [4], SamplingSpec())
+    step, _ = pack(StepPlan(1, [StepRow(3, 0, 5, True)], [sequence]), StepPacker(LAYOUT, HISTORY, TABLE, limits))
+    memory, tables = np.full(20 * HISTORY + 20, -1, np.int32), np.zeros((20, TABLE), np.int32)
+    apply_updates(step, memory, tables)
+    lengths = memory[20 * HISTORY :].tolist()
+    assert lengths == [expected if slot == 3 else -1 for slot in range(20)]
+    assert memory[3 * HISTORY :][:6].tolist() == [7, 8, 9, 6, 5, -1]
+    assert tables[3, 0] == 4
 
 
 def test_rows_with_one_token_come_first() -> None:

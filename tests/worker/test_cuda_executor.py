@@ -15,18 +15,27 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
+def run_on_cpu(*arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "cuda_engine_on_cpu.py"), *arguments],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_blocks", "preempts", "options"), [(24, False, []), (4, True, []), (4, True, ["deterministic"])]
 )
 def test_tokens_are_those_of_the_cpu_engine(num_blocks: int, preempts: bool, options: list[str]) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "cuda_engine_on_cpu.py"), str(num_blocks), *options],
-        capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.startswith("0 preemptions") != preempts, done.stdout
+    assert run_on_cpu(str(num_blocks), *options).startswith("0 preemptions") != preempts
+
+
+@pytest.mark.slow
+def test_requests_that_cannot_be_computed_end_alone_and_leave_nothing_behind() -> None:
+    assert "failed steps" in run_on_cpu("24", "faults")
 
 
 @pytest.mark.parametrize(

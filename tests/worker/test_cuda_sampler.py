@@ -29,7 +29,9 @@ not_interpreted = pytest.mark.skipif(IS_INTERPRETED, reason="needs no interprete
 
 CPU = torch.device("cpu")
 INF = float("inf")
-TINY = SamplerTuning(draw_tile=64, filter_tile=128, num_candidates=256, num_held=128, chunk=64, mask_tile=4)
+TINY = SamplerTuning(
+    argmax_tile=128, draw_tile=64, filter_tile=128, num_candidates=256, num_held=128, chunk=64, mask_tile=4
+)  # fmt: skip
 """Several tiles and chunks at a vocabulary of 300; wide kept sets overflow the registers, then the list."""
 DRAWN = SamplingSpec(seed=7, temperature=1.0)
 EDITED = SamplingSpec(seed=3, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.4)

@@ -47,7 +47,11 @@ def test_messages_to_the_engine(message: CancelSequences | Shutdown) -> None:
 
 def test_messages_from_the_engine() -> None:
     limits = EngineLimits(257, 512, 8, 64, 4, 64, (256,))
-    for message in (Progress("weights", 0.5), ModelResolved("/m"), EngineReady(limits, {"device": "cpu"})):
+    bordered = EngineLimits(257, 512, 8, 64, 4, 64, rope_border=256, recomputes_at_border=True)
+    messages = (
+        Progress("weights", 0.5), ModelResolved("/m"), EngineReady(limits, {"device": "cpu"}), EngineReady(bordered),
+    )  # fmt: skip
+    for message in messages:
         assert decode_from_engine(encode(message)) == message
 
 

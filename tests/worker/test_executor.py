@@ -6,21 +6,25 @@ plan can be read off its logits.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from mii_zmq.config import EngineConfig
-from mii_zmq.errors import ConfigError, InternalError
+from mii_zmq.errors import ConfigError, InternalError, NumericError
 from mii_zmq.kernels import KvLayer
-from mii_zmq.worker.executor import ModelExecutor, available_memory, load_executor
+from mii_zmq.worker.core import EngineCore
+from mii_zmq.worker.executor import ModelExecutor
 from mii_zmq.worker.kv_pool import BlockShape, KvPool
+from mii_zmq.worker.loading import available_memory, load_executor
 from mii_zmq.worker.memory_bill import MemoryBill
 from mii_zmq.worker.models.decoder import ForwardBatch
-from mii_zmq.worker.plan import EngineLimits, NewSequence, SamplingSpec, StepPlan, StepRow
+from mii_zmq.worker.plan import EngineLimits, NewSequence, SamplingSpec, SequenceRequest, StepPlan, StepRow
 from mii_zmq.worker.sampler import Sampler
 
 VOCAB = 97
@@ -35,6 +39,10 @@ class SummingModel:
         self.poisoned: set[int] = set()
         """Token ids whose sequences get NaN logits."""
         self.error: Exception | None = None
+        self.bane: set[int] = set()
+        """Token ids that make the step raise which computes them."""
+        self.max_tokens = 1000
+        """Tokens of a step that fit into memory."""
         self.gate = threading.Event()
         self.gate.set()
 
@@ -43,6 +51,10 @@ class SummingModel:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
+        if self.bane & set(batch.token_ids.tolist()):
+            raise IndexError("a token that the model cannot take")
+        if len(batch.token_ids) > self.max_tokens:
+            raise torch.OutOfMemoryError("too many tokens")
         cells = kv_layers[0].cells
         values = batch.token_ids.float()[:, None, None, None].expand(-1, 2, 1, 2)
         cells[batch.mapping.block_ids, batch.mapping.offsets] = values
@@ -82,13 +94,19 @@ class Rig:
         self.executor = ModelExecutor(self.model, self.pool, Sampler(4, VOCAB, CPU), limits, bill, num_threads=1)
         self.num_steps = 0
 
-    def submit(self, rows=(), new=(), freed=(), copies=()):  # type: ignore[no-untyped-def]
+    def submit(self, rows=(), new=(), freed=(), copies=(), zeroed=()):  # type: ignore[no-untyped-def]
         self.num_steps += 1
-        return self.executor.submit(StepPlan(self.num_steps, list(rows), list(new), list(freed), list(copies)))
+        parts = [list(part) for part in (rows, new, freed, copies, zeroed)]
+        return self.executor.submit(StepPlan(self.num_steps, *parts))
 
 
 def new(slot: int, token_ids: list[int], block_ids: list[int]) -> NewSequence:
     return NewSequence(slot, token_ids, len(token_ids), block_ids, SamplingSpec())
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="mii_zmq.worker")
 
 
 @pytest.fixture
@@ -166,6 +184,93 @@ def test_a_block_begun_anew_holds_nothing_of_its_former_owner(rig: Rig) -> None:
     rig.submit([StepRow(0, 0, 5, True)], [new(0, [1, 2, 3, 4, 5], [7, 8])]).result()
     assert rig.pool.slab[[7, 8]].isfinite().all()
     assert rig.pool.slab[8, 0, 0, 0, 1:].eq(0).all()
+
+
+def test_zeroed_blocks_hold_nothing_before_they_are_copied_or_written(rig: Rig) -> None:
+    rig.pool.slab.fill_(float("nan"))
+    rows = [StepRow(0, 0, 2, True)]
+    rig.submit(rows, [new(0, [1, 2], [0])], zeroed=[3, 4], copies=[(3, 5)]).result()
+    assert rig.pool.slab[[3, 4, 5]].eq(0).all()
+    assert rig.pool.slab[6].isnan().all()
+
+
+OVERFLOWING = SamplingSpec(seed=2**70, temperature=1.0)
+"""Accepted when it is installed, but no tensor can hold it."""
+
+
+@pytest.mark.parametrize("how", ["install", "prepare"])
+def test_sampling_options_that_cannot_be_applied_fail_their_row_only(how: str, rig: Rig) -> None:
+    bad = new(1, [4, 5], [1])
+    if how == "install":
+        bad = NewSequence(1, [4, VOCAB + 1], 1, [1], SamplingSpec(presence_penalty=1.0))
+    else:
+        bad.sampling = OVERFLOWING
+    rows = [StepRow(0, 0, 2, True), StepRow(1, 0, 2, True), StepRow(2, 0, 2, True)]
+    first = rig.submit(rows, [new(0, [1, 2], [0]), bad, new(2, [3, 4], [2])])
+    second = rig.submit([StepRow(slot, 2, 1, True) for slot in range(3)])
+    for step, result in enumerate((first.result(), second.result())):
+        assert list(result.failed) == [1]
+        assert "the sampling options cannot be applied: " in result.failed[1]
+        assert (result.token_ids[0], result.token_ids[2]) == (expected([1, 2], 2)[step], expected([3, 4], 2)[step])
+    fresh = rig.submit([StepRow(1, 0, 2, True)], [new(1, [4, 5], [1])], freed=[1]).result()
+    assert (fresh.token_ids, fresh.failed) == (expected([4, 5], 1), {})
+
+
+@pytest.fixture
+def core(rig: Rig) -> EngineCore:
+    return EngineCore(rig.executor)
+
+
+def run(core: EngineCore, prompts: dict[int, list[int]], **fields: Any) -> tuple[dict[int, list[int]], dict[int, Any]]:
+    """Token ids and errors of requests for four tokens each."""
+    for seq_id, prompt in prompts.items():
+        core.add(SequenceRequest(seq_id, prompt, 4, **fields.get(str(seq_id), {})))
+    outputs: dict[int, list[int]] = {seq_id: [] for seq_id in prompts}
+    errors: dict[int, Any] = {}
+    while core.has_work:
+        for output in core.step():
+            outputs[output.seq_id] += output.token_ids
+            if output.error is not None:
+                errors[output.seq_id] = output.error
+        core.scheduler.check()
+    assert core.stats().num_used_blocks == 0
+    return outputs, errors
+
+
+PROMPTS = {1: [1, 2, 3], 2: [4, 5, 6, 7, 8], 3: [9, 10, 11], 4: [12, 13, 14]}
+
+
+def test_a_request_that_the_model_cannot_take_ends_alone(rig: Rig, core: EngineCore) -> None:
+    rig.model.bane = {10}
+    outputs, errors = run(core, PROMPTS)
+    assert list(errors) == [3]
+    assert "IndexError: a token that the model cannot take" in str(errors[3])
+    assert outputs == {seq_id: expected(prompt, 4) if seq_id != 3 else [] for seq_id, prompt in PROMPTS.items()}
+
+
+def test_a_request_whose_options_overflow_ends_alone(core: EngineCore) -> None:
+    outputs, errors = run(core, PROMPTS, **{"2": {"sampling": OVERFLOWING}})
+    assert list(errors) == [2]
+    assert outputs == {seq_id: expected(prompt, 4) if seq_id != 2 else [] for seq_id, prompt in PROMPTS.items()}
+    assert core.stats().num_failed_steps == 0
+
+
+def test_steps_that_do_not_fit_into_memory_are_made_smaller(rig: Rig, core: EngineCore) -> None:
+    rig.model.max_tokens = 2
+    outputs, errors = run(core, PROMPTS)
+    assert errors == {}
+    assert outputs == {seq_id: expected(prompt, 4) for seq_id, prompt in PROMPTS.items()}
+
+
+def test_a_request_without_finite_logits_leaves_nothing_behind(rig: Rig, core: EngineCore) -> None:
+    rig.model.poisoned = {13}
+    prompts = {**PROMPTS, 5: [13, 14, 15, 16, 17, 18]}
+    outputs, errors = run(core, prompts)
+    assert list(errors) == [4, 5]
+    assert all(isinstance(error, NumericError) for error in errors.values())
+    assert all(outputs[seq_id] == expected(prompts[seq_id], 4) for seq_id in (1, 2, 3))
+    rig.model.poisoned = set()
+    assert run(core, {10 + seq_id: prompt for seq_id, prompt in prompts.items()})[1] == {}
 
 
 def test_a_plan_without_rows_only_frees(rig: Rig) -> None:

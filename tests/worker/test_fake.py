@@ -7,9 +7,11 @@ import pytest
 
 from mii_zmq.config import EngineConfig
 from mii_zmq.errors import ConfigError
-from mii_zmq.worker.fake import FakeExecutor, PlanViolation, make_fake_executor
+from mii_zmq.worker.fake import FakeExecutor, PlanViolation
+from mii_zmq.worker.fake_faults import Hook, Marker
 from mii_zmq.worker.fake_model import ALPHABETS, EOS_TOKEN_ID, FakeModel
-from mii_zmq.worker.plan import NewSequence, SamplingSpec, StepPlan, StepResult, StepRow
+from mii_zmq.worker.fake_options import make_fake_executor
+from mii_zmq.worker.plan import NOT_FINITE, NewSequence, SamplingSpec, StepPlan, StepResult, StepRow
 from tests.engine_driver import Clock, make_limits, make_request
 
 SAMPLING = SamplingSpec()
@@ -112,16 +114,37 @@ def test_copied_blocks_and_reused_slots():
     assert executor.num_held_slots == 2
 
 
-def test_failed_rows_poison_what_they_wrote_until_it_is_written_again():
+def test_failed_rows_spoil_what_they_wrote_until_it_is_zeroed():
     executor = make_executor()
-    executor.faults.rows[1] = {0: "non-finite logits"}
-    assert run(executor, 1, [StepRow(0, 0, 3, True)], new=[new(0, [1, 2, 3], [0, 1])]).failed == {
-        0: "non-finite logits"
-    }
-    reader = run(executor, 2, [StepRow(1, 2, 1, True)], new=[new(1, [1, 2, 3], [0, 2])])
-    assert reader.failed == {1: "non-finite logits"}
-    writer = run(executor, 3, [StepRow(0, 0, 3, True)], new=[new(0, [1, 2, 3], [0, 1])], freed_slots=[0, 1])
-    assert writer.failed == {}
+    executor.faults.rows[1] = {0: "whatever"}
+    assert run(executor, 1, [StepRow(0, 0, 3, True)], new=[new(0, [1, 2, 3], [0, 1])]).failed == {0: "whatever"}
+    with pytest.raises(PlanViolation, match="slot 0 gets block 0, which was not zeroed"):
+        run(executor, 2, [StepRow(0, 0, 3, True)], new=[new(0, [1, 2, 3], [0, 1])], freed_slots=[0])
+
+
+def test_blocks_are_zeroed_when_nobody_holds_them():
+    executor = make_executor()
+    executor.submit(FIRST)
+    with pytest.raises(PlanViolation, match="block 1 is zeroed while held"):
+        run(executor, 2, [StepRow(0, 3, 1, True)], zeroed=[1])
+
+
+def test_zeroed_blocks_can_be_given_away():
+    executor = make_executor()
+    executor.faults.rows[1] = {0: "whatever"}
+    rows, first = [StepRow(0, 0, 3, True)], new(0, [1, 2, 3], [0, 1])
+    run(executor, 1, rows, new=[first])
+    assert run(executor, 2, rows, new=[first], freed_slots=[0], zeroed=[0, 1]).failed == {}
+
+
+def test_whoever_reads_what_a_marked_row_wrote_fails_when_it_draws():
+    executor = make_executor()
+    executor.faults.markers[Hook.NAN] = Marker((9, 9))
+    first = new(0, [9, 9, 3, 4, 5], [0, 1, 2])
+    assert run(executor, 1, [StepRow(0, 0, 4, False)], new=[first]).failed == {}
+    reader = new(1, [9, 9, 3, 7, 7], [0, 3, 4])
+    assert run(executor, 2, [StepRow(1, 2, 3, True)], new=[reader]).failed == {1: NOT_FINITE}
+    assert run(executor, 3, [StepRow(0, 4, 1, True)]).failed == {0: NOT_FINITE}
 
 
 def test_step_and_submit_faults_raise_once():
@@ -207,10 +230,57 @@ def test_options_come_from_the_model_name_and_the_config():
     assert make_fake_executor(EngineConfig(model="fake:")).step_ms == 0
 
 
+def test_options_for_ranks_above_0():
+    config = EngineConfig(model="fake:step_ms=5,rank_step_ms=7,rank_alphabet=digits", tensor_parallel=2)
+    own, other = make_fake_executor(config), make_fake_executor(config, rank=1)
+    assert (own.step_ms, own.model) == (5, FakeModel())
+    assert (other.step_ms, other.model) == (7, FakeModel(ALPHABETS["digits"]))
+
+
+def test_hooks_come_from_the_model_name():
+    model = "fake:raise_on=BANE,raise_after=3,nan_on=BAD,hang_on=x y,oom_above=7,raise_at=9,prefill_ms=0.5"
+    executor = make_fake_executor(EngineConfig(model=model))
+    faults = executor.faults
+    assert faults.hooks_for(list(b"a BANE of BADness")) == {Hook.RAISE: 3, Hook.NAN: 0}
+    assert faults.hooks_for(list(b"x y")) == {Hook.HANG: 0}
+    assert faults.hooks_for(list(b"BAN BA x")) == {}
+    assert (faults.oom_above, list(faults.steps), executor.prefill_ms) == (7, [9], 0.5)
+    assert make_fake_executor(EngineConfig(model="fake:rank_hang_on=x")).faults.hooks_for(list(b"x")) == {}
+
+
+def test_a_marked_prompt_raises_from_its_output_tokens_on():
+    executor = make_executor()
+    executor.faults.markers[Hook.RAISE] = Marker((9,), after=1)
+    run(executor, 1, [StepRow(0, 0, 2, True)], new=[new(0, [9, 1], [0])])
+    with pytest.raises(RuntimeError, match="a marked request is in the batch"):
+        run(executor, 2, [StepRow(0, 2, 1, True, [1])])
+
+
+def test_a_lost_device_never_comes_back():
+    executor = make_executor()
+    executor.faults.markers[Hook.LOSE] = Marker((9,))
+    for step, token_id in ((1, 9), (2, 8)):
+        rows, first = [StepRow(step, 0, 1, True)], new(step, [token_id], [step])
+        with pytest.raises(RuntimeError, match="CUDA error: device-side assert"):
+            run(executor, step, rows, new=[first])
+
+
+def test_prompts_take_their_time():
+    clock = Clock()
+    executor = FakeExecutor(make_limits(), step_ms=1, prefill_ms=10, clock=clock, sleep=lambda s: None)
+    executor.submit(FIRST)
+    decode = executor.submit(StepPlan(2, [StepRow(0, 3, 1, True)]))
+    clock.now = 0.0319
+    assert not decode.done()
+    clock.now = 0.0321
+    assert decode.done()
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         ("llama", "is not a fake model"),
+        ("fake:rank_steps=5", "'rank_steps=5' of the fake model is unknown"),
         ("fake:steps=5", "'steps=5' of the fake model is unknown"),
         ("fake:step_ms", "'step_ms' of the fake model is unknown"),
         ("fake:step_ms=5,step_ms=6", "twice"),
@@ -223,8 +293,48 @@ def test_options_come_from_the_model_name_and_the_config():
         ("fake:vocab=llama", "must be one of bytes"),
         ("fake:alphabet=greek", "must be one of printable"),
         ("fake:eos_after=x", "whole number above 0"),
+        ("fake:oom_above=0", "whole number above 0"),
+        ("fake:prefill_ms=fast", "prefill_ms of the fake model is 'fast'"),
+        ("fake:nan_on=", "nan_on of the fake model needs a text"),
+        ("fake:nan_after=3", "nan_on of the fake model needs a text"),
     ],
 )
 def test_bad_options_are_refused(model: str, message: str):
     with pytest.raises(ConfigError, match=message):
         make_fake_executor(EngineConfig(model=model))
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_sequence_may_cross_the_border_only_without_recomputation(recomputes: bool):
+    executor = make_executor(rope_border=4, recomputes_at_border=recomputes)
+    run(executor, 1, [StepRow(0, 0, 4, True)], new=[new(0, [1, 2, 3, 4], [0, 1])])
+    crossing = StepRow(0, 4, 1, True, [2])
+    if recomputes:
+        with pytest.raises(PlanViolation, match="slot 0 computes position 4 on top of keys rotated for at most 4"):
+            run(executor, 2, [crossing])
+    else:
+        run(executor, 2, [crossing])
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "first", "second", "is_sound"),
+    [
+        (True, 4, 5, False),
+        (True, 5, 7, True),
+        (False, 3, 4, True),
+        (False, 4, 5, False),
+        (False, 5, 7, False),
+        (False, 6, 6, True),
+    ],
+)
+def test_cells_of_another_rotary_regime_are_not_this_sequences(
+    recomputes: bool, first: int, second: int, is_sound: bool
+):
+    executor = make_executor(rope_border=4, recomputes_at_border=recomputes)
+    run(executor, 1, [StepRow(0, 0, first, True)], new=[new(0, [7] * first, [0, 1, 2])])
+    reader = new(1, [7] * second, [0, 4, 5, 6])
+    if is_sound:
+        run(executor, 2, [StepRow(1, 2, second - 2, True)], new=[reader])
+    else:
+        with pytest.raises(PlanViolation, match="reads another sequence's KV at positions 0 to 1"):
+            run(executor, 2, [StepRow(1, 2, second - 2, True)], new=[reader])

@@ -63,7 +63,7 @@ async def test_stream_answer_and_resume_agree() -> None:
 
 
 async def test_cancelled_requests_free_their_blocks() -> None:
-    async with staged("fake:step_ms=2") as stage:
+    async with staged("fake:step_ms=5") as stage:
         broker = stage.broker
         ids = [broker.generate(number, ignore_eos=True, max_new_tokens=4000) for number in range(1, 21)]
         await broker.heartbeat_with(running=20)
@@ -93,9 +93,10 @@ async def test_deadline_and_refusals_reach_only_their_request() -> None:
 
 
 async def test_sigterm_drains() -> None:
-    async with staged("fake:step_ms=5") as stage:
+    # Long enough for all that has to happen before it ends by itself.
+    async with staged("fake:step_ms=20") as stage:
         broker = stage.broker
-        broker.generate(1, ignore_eos=True, max_new_tokens=60)
+        broker.generate(1, ignore_eos=True, max_new_tokens=100)
         await broker.take(Verb.TOKENS)
         stage.terminate()
         await broker.skip_to(Verb.DRAIN)
@@ -106,7 +107,7 @@ async def test_sigterm_drains() -> None:
             while (await broker.heartbeats.get())["state"] != "draining":
                 pass
         final = await broker.skip_to(Verb.FINAL)
-        assert parse_body(final, FinalBody).generated_length == 60
+        assert parse_body(final, FinalBody).generated_length == 100
         await broker.take(Verb.DISCONNECT)
         assert await stage.exit_code() == 0
         await wait_gone(stage.engine_pid)
@@ -162,12 +163,12 @@ async def test_killed_actor_takes_its_engine_along() -> None:
         await wait_gone(stage.engine_pid)
 
 
-@pytest.mark.parametrize("how", ["silence", "disconnect"])
-async def test_group_registers_again_and_lists_what_runs(how: str) -> None:
-    async with staged("fake:step_ms=20") as stage:
+@pytest.mark.parametrize(("how", "liveness"), [("silence", 4), ("disconnect", 600)])
+async def test_group_registers_again_and_lists_what_runs(how: str, liveness: int) -> None:
+    async with staged("fake:step_ms=20", liveness=liveness) as stage:
         broker = stage.broker
         request_id = broker.generate(1, ignore_eos=True, max_new_tokens=8000)
-        await broker.take(Verb.TOKENS)
+        await broker.skip_to(Verb.TOKENS)
         if how == "silence":
             broker.answers_heartbeats = False
         else:
@@ -217,12 +218,13 @@ async def test_two_brokers_are_served_side_by_side() -> None:
 
 
 async def test_idle_group_uses_no_cpu_and_reports_on() -> None:
-    async with staged() as stage:
+    async with staged(heartbeat_ms=200) as stage:
         pids = (stage.worker.pid, stage.engine_pid)
         stage.broker.generate(1, max_new_tokens=3, ignore_eos=True)
         await stage.broker.skip_to(Verb.FINAL)
-        before = [cpu_seconds(pid) for pid in pids]
-        for _ in range(20):
+        await stage.broker.heartbeat_with(running=0, used_blocks=0)
+        before, started = [cpu_seconds(pid) for pid in pids], time.monotonic()
+        for _ in range(10):
             await stage.broker.heartbeats.get()
         used = [cpu_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
-        assert max(used) <= 0.05, used
+        assert max(used) <= 0.05 * (time.monotonic() - started), used

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from mii_zmq.errors import InternalError, InvalidRequest, PromptTooLong
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, FakeModel
 from mii_zmq.worker.plan import SequenceOutput, StepPlan, StepResult
-from mii_zmq.worker.scheduler import AGEING_S, Scheduler
+from mii_zmq.worker.prompt_planner import AGEING_S
+from mii_zmq.worker.scheduler import Scheduler
 from tests.engine_driver import make_driver, make_limits, make_request
 
 
@@ -221,8 +222,8 @@ def test_a_preempted_sequence_waits_for_its_token_in_flight_and_keeps_it():
         plan = scheduler.plan(0.0)
         if plan is not None:
             in_flight.append(plan)
-            assert not (was_parked and scheduler._parked and plan.new)
-        was_parked = was_parked or bool(scheduler._parked)
+            assert not (was_parked and scheduler._queues.parked and plan.new)
+        was_parked = was_parked or bool(scheduler._queues.parked)
         scheduler.check()
         if in_flight and (len(in_flight) > 1 or plan is None):
             for output in scheduler.complete(answer(in_flight.popleft(), 60 + turn)):
@@ -345,7 +346,7 @@ def test_check_notices_a_lost_sequence():
     scheduler = make_scheduler()
     scheduler.add(make_request(1, 4, 9), 0.0)
     step(scheduler)
-    scheduler._decoding.clear()
+    scheduler._queues.decoding.clear()
     with pytest.raises(InternalError, match="queues"):
         scheduler.check()
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from mii_zmq.errors import InternalError, InvalidRequest, PromptTooLong
+from mii_zmq.errors import InvalidRequest, PromptTooLong
 from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest
-from mii_zmq.worker.sequence import MAX_PRIORITY, Sequence, SequenceQueue, make_sequence
+from mii_zmq.worker.sequence import MAX_PRIORITY, Sequence, make_sequence
 
 LIMITS = EngineLimits(
     vocab_size=100, max_model_len=40, num_blocks=8, block_size=4, max_sequences=4, token_budget=16, eos_token_ids=(0,)
@@ -77,17 +77,3 @@ def test_finish_reason_honours_min_new_tokens():
     assert reasons == [None, None, "stop"]
     sequence.token_ids[-1:] = [1, 1]
     assert sequence.finish_reason() == "length"
-
-
-def test_queue_keeps_order_and_refuses_to_remove_strangers():
-    queue = SequenceQueue(lambda sequence: sequence.order_key)
-    sequences = [make(now=float(now)) for now in (3, 1, 2)]
-    for sequence in sequences:
-        queue.add(sequence)
-    assert [sequence.arrival for sequence in queue] == [1.0, 2.0, 3.0]
-    queue.remove(sequences[2])
-    assert [sequence.arrival for sequence in queue] == [1.0, 3.0]
-    with pytest.raises(InternalError, match="not in the queue"):
-        queue.remove(sequences[2])
-    assert len(queue) == 2
-    assert queue[0] is sequences[1]

@@ -9,14 +9,18 @@ import pytest
 
 from mii_zmq.errors import StartupError
 from mii_zmq.protocol import Verb
-from tests.worker.scripted_broker import staged, worker_process
+from tests.worker.scripted_broker import PATIENCE_S, staged, worker_process
 
 pytestmark = pytest.mark.slow
 
 
 def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mii_zmq.worker", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "mii_zmq.worker", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
 
 
@@ -54,14 +58,14 @@ def test_directory_without_a_model_ends_with_one_clear_line(tmp_path: Path) -> N
 def test_failure_while_loading_is_announced() -> None:
     with worker_process("--model=/no/such/model", "--deployment=d") as worker:
         with pytest.raises(StartupError, match="there is no model directory"):
-            worker.wait_ready(30)
-        assert worker.process.wait(10) == 1
+            worker.wait_ready(PATIENCE_S)
+        assert worker.process.wait(PATIENCE_S) == 1
 
 
 async def test_ready_is_announced_with_limits_and_without_torch() -> None:
     async with staged("fake:max_model_len=512,num_blocks=16") as stage:
         announcements = []
-        for announcement in stage.worker.announcements(20):
+        for announcement in stage.worker.announcements(PATIENCE_S):
             announcements.append(announcement)
             if announcement.get("ready"):
                 break
@@ -87,8 +91,8 @@ async def test_ready_line_names_group_deployment_and_model(capfd: pytest.Capture
 
 def test_group_that_no_broker_answers_ends_in_order_on_sigterm() -> None:
     with worker_process("--model=fake:", "--deployment=d", "--brokers=tcp://127.0.0.1:9") as worker:
-        assert next(worker.announcements(30)) == {"progress": "starting", "fraction": 0.0}
-        assert worker.stop() == 0
+        assert next(worker.announcements(PATIENCE_S)) == {"progress": "starting", "fraction": 0.0}
+        assert worker.stop(PATIENCE_S) == 0
 
 
 async def test_checkpoint_is_loaded_with_progress_and_answers(tiny_model: Path) -> None:

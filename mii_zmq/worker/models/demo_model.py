@@ -56,12 +56,13 @@ def resolve_model(name: str, progress: Progress | None = None) -> str:
         return _imported(path, progress)
     if not path.is_dir():
         path = hub_snapshot(name, MODEL_FILES)
-    refuse_other_formats(path)
     files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
     if files and not (path / "config.json").exists() and not any(path.glob("*.safetensors")):
         if len(files) > 1:
             raise CheckpointError(f"{path} holds {len(files)} GGUF files; give the path of one of them")
         return _imported(files[0], progress)
+    if not files:
+        refuse_other_formats(path)
     return str(path)
 
 

@@ -103,7 +103,7 @@ def _token_id(fields: dict[str, Any], kind: str, tokens: list[str]) -> int | Non
 
 def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
     split = str(fields.get("tokenizer.ggml.pre"))
-    merges = [tuple(merge.split(" ", 1)) for merge in _strings(fields, "merges")]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in _strings(fields, "merges")]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in WHOLE_WORDS))
@@ -131,7 +131,7 @@ def _sentencepiece(fields: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer
     is_gemma = str(fields.get("general.architecture")).startswith("gemma")
     # The converter writes runs of spaces as they are.
     tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
-    scores = fields.get("tokenizer.ggml.scores")
+    scores: list[Any] = fields.get("tokenizer.ggml.scores") or []
     is_scored = isinstance(scores, list) and len(scores) == len(tokens)
     if is_gemma or not is_scored or not all(isinstance(score, float) for score in scores):
         # Gemma's merges were made in the order of the vocabulary, which its scores do not follow.

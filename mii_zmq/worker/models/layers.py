@@ -149,7 +149,8 @@ def make_norm(config: ModelConfig, weights: Affine | None, ops: OpTable, width: 
 def _make_mlp(config: ModelConfig, weights: LayerWeights, ops: OpTable) -> Mlp:
     if weights.moe is not None:
         return _make_experts(config, weights.moe, ops)
-    assert weights.up is not None and weights.down is not None
+    assert weights.up is not None
+    assert weights.down is not None
     activation = ops.activations[config.activation]
     if config.spec.mlp is MlpKind.GATED:
         activation = ops.gated(activation)

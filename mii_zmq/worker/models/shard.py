@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which heads, channels, experts and vocabulary rows of a model one rank holds.
 
-Key/value heads go to the ranks whole, each with its query heads; where there are fewer of them than ranks, several ranks
-repeat one and share its query heads. Nothing has to divide evenly: the first ranks take one more.
+Key/value heads go to the ranks whole, each with its query heads; where there are fewer of them than ranks, several
+ranks repeat one and share its query heads. Nothing has to divide evenly: the first ranks take one more.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _head_spans(config: ModelConfig, rank: RankInfo) -> tuple[Span, Span]:
     repeats, left = divmod(size, num_kv_heads)
     if left or repeats > group:
         raise ModelUnsupported(
-            f"{config.num_heads} attention heads over {num_kv_heads} key/value heads cannot be shared by {size} ranks; use "
-            f"a tensor_parallel of at most {num_kv_heads}, or a multiple of it up to {config.num_heads}"
+            f"{config.num_heads} attention heads over {num_kv_heads} key/value heads cannot be shared by {size} ranks; "
+            f"use a tensor_parallel of at most {num_kv_heads}, or a multiple of it up to {config.num_heads}"
         )
     kv_head, place = divmod(rank.rank, repeats)
     start, stop = RankInfo(place, repeats).span(group)

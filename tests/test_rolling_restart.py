@@ -191,7 +191,8 @@ def pids(name: str = "d") -> dict[str, int]:
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("deployments")
 @pytest.mark.parametrize(
-    ("replicas", "brokers", "gateways"), [(3, 2, 2), (1, 2, 1)], ids=["several of each", "one group, one gateway"]
+    ("replicas", "brokers", "gateways"),
+    [pytest.param(3, 2, 2, id="several of each", marks=pytest.mark.long), pytest.param(1, 2, 1, id="one of each")],
 )
 def test_nobody_notices(replicas: int, brokers: int, gateways: int) -> None:
     launch = LaunchConfig(deployment="d", replicas=replicas, brokers=brokers, gateways=gateways, port=0)

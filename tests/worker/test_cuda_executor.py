@@ -27,7 +27,12 @@ def run_on_cpu(*arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_blocks", "preempts", "options"), [(24, False, []), (4, True, []), (4, True, ["deterministic"])]
+    ("num_blocks", "preempts", "options"),
+    [
+        pytest.param(24, False, [], marks=pytest.mark.long),
+        (4, True, []),
+        pytest.param(4, True, ["deterministic"], marks=pytest.mark.long),
+    ],
 )
 def test_tokens_are_those_of_the_cpu_engine(num_blocks: int, preempts: bool, options: list[str]) -> None:
     assert run_on_cpu(str(num_blocks), *options).startswith("0 preemptions") != preempts

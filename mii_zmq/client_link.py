@@ -158,7 +158,8 @@ class Link:
         self._statuses[request_id] = future
         try:
             self._socket.send(protocol.encode(Verb.STATUS, request_id))
-            status = await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                status = await future
         except (TimeoutError, transport.PeerFull):
             raise BrokerUnavailable(f"the broker at {self.endpoint} did not answer in {timeout_s:g} s") from None
         finally:
@@ -171,8 +172,8 @@ class Link:
 
     async def close(self) -> None:
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        # Unlike awaiting it and suppressing CancelledError, this leaves a cancellation of the caller standing.
+        await asyncio.wait([self._task])
         for generation in list(self._generations.values()):
             generation.cancel()
         with contextlib.suppress(transport.PeerFull, transport.PeerGone):
@@ -182,7 +183,10 @@ class Link:
         self._socket.close()
 
     async def _run(self) -> None:
-        """Say HELLO until WELCOME comes, then send heartbeats until the broker falls silent; for ever."""
+        """Say HELLO until WELCOME comes, then send heartbeats until the broker falls silent; until cancelled.
+
+        Not with asyncio.wait_for, which before Python 3.12 swallows a cancellation that meets the event waited for.
+        """
         while True:
             interval_s = HELLO_INTERVAL_S[0]
             while not self.is_up:
@@ -191,7 +195,8 @@ class Link:
                         self._socket.send(protocol.encode(Verb.DISCONNECT))
                     self._socket.send(protocol.encode(Verb.HELLO, header=self._hello))
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.up.wait(), interval_s)
+                    async with asyncio.timeout(interval_s):
+                        await self.up.wait()
                 interval_s = min(2 * interval_s, HELLO_INTERVAL_S[1])
                 if not self.is_up and time.monotonic() - self._down_since > BROKER_GRACE_S:
                     self._fail_all(BrokerUnavailable(f"the broker at {self.endpoint} is gone", retry_after_ms=1000))
@@ -201,7 +206,8 @@ class Link:
                 except transport.PeerFull:
                     self._set_down()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._down.wait(), self._heartbeat_s)
+                    async with asyncio.timeout(self._heartbeat_s):
+                        await self._down.wait()
                 if time.monotonic() - self._heard > self._liveness * self._heartbeat_s:
                     log.warning("the broker at %s has fallen silent", self.endpoint)
                     # It may have given this client up, and its word of that may be lost: everything is sent again.

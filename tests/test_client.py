@@ -403,6 +403,19 @@ async def test_no_broker_at_all() -> None:
     await client.close()
 
 
+@pytest.mark.parametrize("num_turns", range(5))
+async def test_close_ends_while_a_broker_answers(num_turns: int) -> None:
+    """The cancellation may meet the WELCOME at any turn of the loop."""
+    client = AsyncClient(["tcp://127.0.0.1:9"])
+    client.start()
+    await asyncio.sleep(0)
+    client._links[0].up.set()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S):
+        await client.close()
+
+
 async def test_too_large_a_request_is_refused_here(broker: ScriptedBroker, client: AsyncClient) -> None:
     with pytest.raises(RequestTooLarge):
         client.generate("m", GenerateBody(prompt="x" * (protocol.MAX_BODY_BYTES + 1)), stream=True)

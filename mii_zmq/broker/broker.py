@@ -71,7 +71,8 @@ class Broker:
             await asyncio.sleep(self._tick_s / 4)
         if self.state.clients.by_address:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop_now.wait(), FAREWELL_S)
+                async with asyncio.timeout(FAREWELL_S):
+                    await stop_now.wait()
 
     def close(self) -> None:
         """End what is unfinished with an error and say goodbye to the workers."""

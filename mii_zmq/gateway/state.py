@@ -102,13 +102,15 @@ class Gateway:
         """
         self.is_leaving = self.is_draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
             return True
         self._is_aborting = True
         for task in self._running:
             task.cancel()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), ABORT_TIMEOUT_S)
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self._idle.wait()
         return False
 
     async def status(self) -> BrokerStatus:

@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mii_zmq import config_reference
 from mii_zmq.config import EngineConfig, LaunchConfig, add_arguments, from_arguments, log_level
+from mii_zmq.config_reference import read_settings
 from mii_zmq.errors import MiiError, ServiceError
 from mii_zmq.launcher import add_group_command, resolve_engine
 from mii_zmq.mii_settings import default_deployment_name
@@ -38,6 +40,7 @@ DESCRIPTION = f"""Serve language models: ZeroMQ between the processes, HTTP and 
   {PROGRAM} serve DIR --replicas 2      two copies of a model behind one address
   {PROGRAM} chat                        talk to what is being served here
   {PROGRAM} models                      which families of models can be served, and how
+  {PROGRAM} config                      every setting with its default
   {PROGRAM} status                      what runs on this host
   {PROGRAM} restart NAME                restart its processes, one after the other, while it serves
   {PROGRAM} stop NAME                   end a deployment with all its processes"""
@@ -67,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_chat(commands)
+    _add_config(commands)
     models = commands.add_parser(
         "models", help="which models can be served", description="Show the families of models."
     )
@@ -101,7 +105,10 @@ def _add_serve(commands: Any) -> None:
         description="Start broker, worker groups and HTTP gateway here, and keep them running. Ctrl-C finishes the "
         "running requests and ends everything; a second one ends at once.",
     )
-    serve.add_argument("model", nargs="?", default="demo", help=f"{MODEL_HELP} (default: demo)")
+    serve.add_argument("model", nargs="?", help=f"{MODEL_HELP} (default: demo)")
+    serve.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file of settings; what is given here as well wins over it"
+    )
     serve.add_argument("--deployment-name", dest="deployment", metavar="NAME", help="default: MODEL-mii-deployment")
     serve.add_argument(
         "--first-request", action="store_true", help="when ready, send the request that is shown and print the answer"
@@ -109,6 +116,14 @@ def _add_serve(commands: Any) -> None:
     add_arguments(serve.add_argument_group("deployment"), LaunchConfig, skip=("deployment", "rest"))
     add_arguments(serve.add_argument_group("engine"), EngineConfig, skip=("model",))
     serve.set_defaults(run=_serve)
+
+
+def _add_config(commands: Any) -> None:
+    config = commands.add_parser(
+        "config", help="every setting with its default", description="Show the configuration reference."
+    )
+    config.add_argument("--write", type=Path, metavar="FILE", help="write it to a Markdown file")
+    config.set_defaults(run=_config)
 
 
 def _add_chat(commands: Any) -> None:
@@ -133,17 +148,35 @@ def _serve(options: argparse.Namespace) -> int:
     # The terminal shows progress and the ready block; of the processes' logs only what is out of the ordinary.
     os.environ.setdefault("MII_ZMQ_LOG_LEVEL", "WARNING")
     setup_logging("serve")
-    if options.deployment is None:
-        options.deployment = default_deployment_name(options.model)
-    launch = from_arguments(options, LaunchConfig, rest=True)
+    launch, engine = _settings_of(options)
     progress = Progress()
     started = time.monotonic()
     try:
-        engine = resolve_engine(from_arguments(options, EngineConfig), progress)
+        engine = resolve_engine(engine, progress)
         console = _Console(launch, engine, progress, started, options.first_request)
         return Supervisor(launch, engine, console).run()
     finally:
         progress.close()
+
+
+def _settings_of(options: argparse.Namespace) -> tuple[LaunchConfig, EngineConfig]:
+    """From the file that --config names and the command line, which wins."""
+    merged = argparse.Namespace(model="demo")
+    if options.config is not None:
+        vars(merged).update(read_settings(options.config, LaunchConfig, EngineConfig, skip=("rest",)))
+    vars(merged).update({name: value for name, value in vars(options).items() if value is not None})
+    engine = from_arguments(merged, EngineConfig)
+    if not hasattr(merged, "deployment"):
+        merged.deployment = default_deployment_name(engine.model)
+    return from_arguments(merged, LaunchConfig, rest=True), engine
+
+
+def _config(options: argparse.Namespace) -> int:
+    if options.write is None:
+        print(config_reference.markdown(), end="")
+    elif not config_reference.write(options.write):
+        print(f"{options.write} is up to date")
+    return 0
 
 
 def _models(options: argparse.Namespace) -> int:

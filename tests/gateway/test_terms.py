@@ -7,9 +7,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from mii_zmq.gateway.terms import Terms
 
 from mii_zmq.errors import DeadlineExceeded, Overloaded, TenantOverloaded
+from mii_zmq.gateway.terms import Terms
 from tests.gateway.fake_client import FakeClient
 
 DOORS: list[tuple[str, dict[str, Any]]] = [

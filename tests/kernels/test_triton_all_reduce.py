@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import INTERPRETED
+
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
@@ -18,7 +20,7 @@ CASES = Path(__file__).with_name("all_reduce_cases.py")
 
 @pytest.mark.parametrize("case", ["one_shot", "norm", "two_shot", "alone"])
 def test_arithmetic(case: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **INTERPRETED, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, str(CASES), case], env=environment, check=True, timeout=100)
 
 

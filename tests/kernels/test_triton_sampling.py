@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.interpreter import INTERPRETED, hasten
+
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -25,6 +27,8 @@ from mii_zmq.kernels.triton import penalties, sampling, topk_edge, topk_topp  # 
 from mii_zmq.worker.random_draw import gumbel, row_keys  # noqa: E402
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if IS_INTERPRETED:
+    hasten()
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="test_in_the_interpreter runs it")
 compiled = pytest.mark.skipif(IS_INTERPRETED, reason="needs the compiler")
 
@@ -68,7 +72,7 @@ def noise(seeds: list[int], positions: list[int], token_ids: Tensor) -> tuple[Te
 def test_in_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, **INTERPRETED},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

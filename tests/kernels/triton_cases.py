@@ -12,7 +12,9 @@ import os
 import sys
 from collections.abc import Callable
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests.interpreter import INTERPRETED, hasten
+
+os.environ.update(INTERPRETED)
 
 import numpy as np
 import torch
@@ -382,7 +384,8 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
+    hasten()
     for case in sys.argv[1:] or CASES:
+        torch.manual_seed(0)
         CASES[case]()
         print(case, "ok")

@@ -19,6 +19,7 @@ from torch import Tensor
 from mii_zmq.kernels.triton.chunk_attention import chunk_attention_kernel
 from mii_zmq.worker.models.cuda_invariant_linear import FEW, MANY, InvariantLinear, InvariantTiles
 from mii_zmq.worker.models.cuda_linear import Norm, Scratch
+from tests.interpreter import hasten
 
 
 def case_gemm() -> None:
@@ -99,7 +100,8 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
+    hasten()
     for case in sys.argv[1:] or CASES:
+        torch.manual_seed(0)
         CASES[case]()
         print(case, "ok")

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests.interpreter import INTERPRETED, hasten
+
+os.environ.update(INTERPRETED)
 
 import torch
 from torch import Tensor
@@ -211,6 +213,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
+    hasten()
     torch.manual_seed(0)
     for case in CASES if sys.argv[1] == "all" else sys.argv[1:]:
         CASES[case]()

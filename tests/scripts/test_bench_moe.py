@@ -13,12 +13,14 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.interpreter import INTERPRETED
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_every_case_passes() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **INTERPRETED, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "scripts/bench_moe.py", "--only", "mixtral-8x7b", "--tokens", "3"],
         cwd=ROOT, capture_output=True, text=True, timeout=110, env=environment, check=False,

@@ -17,7 +17,9 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests.interpreter import INTERPRETED, hasten
+
+os.environ.update(INTERPRETED)
 
 import numpy as np
 import torch
@@ -172,6 +174,7 @@ def main(num_blocks: int, deterministic: bool) -> None:
 
 
 if __name__ == "__main__":
+    hasten()
     if "faults" in sys.argv:
         replace_cuda()
         run_faults(int(sys.argv[1]))

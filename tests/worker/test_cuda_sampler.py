@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.interpreter import INTERPRETED, hasten
+
 pytest.importorskip("triton")
 from mii_zmq.worker.cuda_sampler import CudaSampler, SamplerTuning
 from mii_zmq.worker.cuda_sampling_slots import SamplingVariant
@@ -24,6 +26,8 @@ from mii_zmq.worker.plan import SamplingSpec
 from mii_zmq.worker.sampler import Sampler
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if IS_INTERPRETED:
+    hasten()
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="test_in_the_interpreter runs it")
 not_interpreted = pytest.mark.skipif(IS_INTERPRETED, reason="needs no interpreter")
 
@@ -126,7 +130,7 @@ def random_logits(seed: int, *shape: int, scale: float = 3.0) -> Tensor:
 def test_in_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, **INTERPRETED},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

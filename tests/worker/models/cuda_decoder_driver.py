@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests.interpreter import INTERPRETED
+
+os.environ.update(INTERPRETED)
 
 import copy
 import threading

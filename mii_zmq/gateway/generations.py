@@ -71,6 +71,7 @@ async def collect(
     generations: Sequence[Generation], metrics: Metrics, deployment: str, clock: StreamClock
 ) -> list[Completion]:
     """All results in order; the first error of any of them is raised."""
+    clock.deployment = deployment
     results = await asyncio.gather(*(generation.result() for generation in generations))
     for result in results:
         metrics.count_tokens(deployment, result.prompt_length, result.num_cached_tokens, result.generated_length)

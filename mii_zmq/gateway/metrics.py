@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from mii_zmq.gateway.broker_status import ENGINE_COUNTERS, BrokerStatus
 from mii_zmq.gateway.service_metrics import counter, histogram, service_families
+from mii_zmq.gateway.vllm_metrics import vllm_families
 from mii_zmq.telemetry import LONG_S, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,15 +37,20 @@ class Metrics:
         self.generated_tokens: Counter[str] = Counter()
         self.num_slow_readers = 0
         self.num_in_flight = 0
-        self.first_token_s: dict[tuple[str], Histogram] = {}
-        self.request_s: dict[tuple[str], Histogram] = {}
-        self.inter_token_s = Histogram(SHORT_S)
+        self.first_token_s: dict[tuple[str, str], Histogram] = {}
+        """By route and deployment, like `request_s`."""
+        self.request_s: dict[tuple[str, str], Histogram] = {}
+        self.inter_token_s: dict[tuple[str], Histogram] = {}
 
-    def observe_first_token(self, route: str, seconds: float) -> None:
-        self.first_token_s.setdefault((route,), Histogram(LONG_S)).observe(seconds)
+    def observe_first_token(self, route: str, deployment: str, seconds: float) -> None:
+        _observe(self.first_token_s, (route, deployment), LONG_S, seconds)
 
-    def observe_request(self, route: str, seconds: float) -> None:
-        self.request_s.setdefault((route,), Histogram(LONG_S)).observe(seconds)
+    def observe_request(self, route: str, deployment: str, seconds: float) -> None:
+        _observe(self.request_s, (route, deployment), LONG_S, seconds)
+
+    def observe_gap(self, deployment: str, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` tokens of a stream that came `seconds` apart."""
+        _observe(self.inter_token_s, (deployment,), SHORT_S, seconds, num_tokens)
 
     def count_tokens(self, deployment: str, prompt: int, cached: int, generated: int) -> None:
         """Count a finished generation."""
@@ -54,7 +61,12 @@ class Metrics:
     def render(self, status: BrokerStatus | None, client_is_connected: bool, own: Mapping[str, float]) -> bytes:
         """The Prometheus text page; `status` is None while no broker answers, `own` are gauges of this process."""
         registry = CollectorRegistry(auto_describe=False)
-        families = [*self._families(), *_broker_families(status, client_is_connected), *service_families(status, own)]
+        families = [
+            *self._families(),
+            *_broker_families(status, client_is_connected),
+            *service_families(status, own),
+            *vllm_families(status, self.first_token_s, self.inter_token_s, self.request_s),
+        ]
         registry.register(_Page(families))
         return generate_latest(registry)
 
@@ -72,40 +84,51 @@ class Metrics:
             yield counter(f"mii_gateway_{name}_tokens", text, ("deployment",), by_label)
         yield counter("mii_gateway_slow_readers", "Streams cut because nobody read", (), {(): self.num_slow_readers})
         yield GaugeMetricFamily("mii_gateway_requests_in_flight", "Requests in progress", value=self.num_in_flight)
-        yield histogram(
-            "mii_gateway_time_to_first_token_seconds", "Arrival to first token", ("route",), self.first_token_s
-        )
-        yield histogram("mii_gateway_request_seconds", "Arrival to last token", ("route",), self.request_s)
-        gaps = {(): self.inter_token_s}
-        yield histogram("mii_gateway_inter_token_latency_seconds", "Time between tokens of a stream", (), gaps)
+        labels = ("route", "deployment")
+        name, gaps = "mii_gateway_time_to_first_token_seconds", self.inter_token_s
+        yield histogram(name, "Arrival to first token of a stream", labels, self.first_token_s)
+        yield histogram("mii_gateway_request_seconds", "Arrival to last token", labels, self.request_s)
+        name = "mii_gateway_inter_token_latency_seconds"
+        yield histogram(name, "Time between tokens of a stream", ("deployment",), gaps)
 
 
 class StreamClock:
     """Measures one HTTP request that generates: first token, gaps, end."""
 
-    __slots__ = ("_last", "_metrics", "_route", "_start")
+    __slots__ = ("_last", "_metrics", "_route", "_start", "deployment")
 
     def __init__(self, metrics: Metrics, route: str) -> None:
         self._metrics = metrics
         self._route = route
         self._start = time.monotonic()
         self._last: dict[int, float] = {}
+        self.deployment = ""
+        """Set by who sends the request; counted only for what a deployment has answered."""
 
     def on_tokens(self, index: int, num_tokens: int) -> None:
         """Tokens of choice `index` that arrived together."""
         now = time.monotonic()
         last = self._last.get(index)
         if last is not None and num_tokens:
-            self._metrics.inter_token_s.observe((now - last) / num_tokens, num_tokens)
+            self._metrics.observe_gap(self.deployment, (now - last) / num_tokens, num_tokens)
         elif not self._last:
-            self._metrics.observe_first_token(self._route, now - self._start)
+            self._metrics.observe_first_token(self._route, self.deployment, now - self._start)
         self._last[index] = now
 
     def on_end(self) -> None:
-        self._metrics.observe_request(self._route, time.monotonic() - self._start)
+        self._metrics.observe_request(self._route, self.deployment, time.monotonic() - self._start)
 
     def on_error(self, code: str) -> None:
         self._metrics.stream_errors[self._route, code] += 1
+
+
+def _observe(
+    histograms: dict[Any, Histogram], key: tuple[str, ...], bounds: tuple[float, ...], seconds: float, count: int = 1
+) -> None:
+    found = histograms.get(key)
+    if found is None:
+        found = histograms[key] = Histogram(bounds)
+    found.observe(seconds, count)
 
 
 class _Page(Collector):

@@ -112,6 +112,7 @@ async def respond(
         ConnectionError: the client is gone.
     """
     gateway = request.app[GATEWAY]
+    clock.deployment = deployment
     stream = EventStream(request, headers or {})
     try:
         with gateway.abortable():

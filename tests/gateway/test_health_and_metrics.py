@@ -56,8 +56,9 @@ async def test_metrics_page(http: aiohttp.ClientSession, broker: FakeClient) -> 
     assert values["mii_gateway_http_requests_total", ("code", "404"), ("route", "unmatched")] == 1
     assert values["mii_gateway_generated_tokens_total", ("deployment", "fake")] == 7
     assert values["mii_gateway_prompt_tokens_total", ("deployment", "fake")] == 7
-    assert values["mii_gateway_time_to_first_token_seconds_count", route] == 1
-    assert values["mii_gateway_request_seconds_count", route] == 2
+    deployment = ("deployment", "fake")
+    assert values["mii_gateway_time_to_first_token_seconds_count", deployment, route] == 1
+    assert values["mii_gateway_request_seconds_count", deployment, route] == 2
     assert values["mii_gateway_requests_in_flight",] == 0
     assert values["mii_broker_up",] == 1
     assert values["mii_broker_accepted_total",] == 10

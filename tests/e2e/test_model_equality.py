@@ -53,6 +53,18 @@ def reference() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
+def expected(reference: tuple[Any, Any]) -> list[list[int]]:
+    """What transformers' generate says, alone and greedily."""
+    model, tokenizer = reference
+    found = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt).input_ids
+        answer = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=64)
+        found.append(answer[0, len(ids) :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
 def wide() -> Iterator[Stack]:
     yield from _serve()
 
@@ -82,15 +94,13 @@ def _completion(stack: Stack, prompt: str) -> dict[str, Any]:
     return generate(stack.url, "m", prompt, **GREEDY)[0]
 
 
-def _compare(reference: tuple[Any, Any], responses: list[dict[str, Any]]) -> str:
+def _compare(reference: tuple[Any, Any], expected: list[list[int]], responses: list[dict[str, Any]]) -> str:
     model, tokenizer = reference
     equal = EqualOutput(model)
-    for prompt, response in zip(PROMPTS, responses, strict=True):
+    for prompt, expected_ids, response in zip(PROMPTS, expected, responses, strict=True):
         ids = tokenizer(prompt).input_ids
         assert response["prompt_length"] == len(ids)
-        expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=64)
-        expected = expected[0, len(ids) :].tolist()
-        if response["generated_text"] == tokenizer.decode(expected):
+        if response["generated_text"] == tokenizer.decode(expected_ids):
             equal.num_tokens += 64
             continue
         ours = tokenizer(response["generated_text"], add_special_tokens=False).input_ids
@@ -98,29 +108,29 @@ def _compare(reference: tuple[Any, Any], responses: list[dict[str, Any]]) -> str
     return equal.check()
 
 
-def test_one_at_a_time(reference: tuple[Any, Any], wide: Stack) -> None:
-    print(_compare(reference, [_completion(wide, prompt) for prompt in PROMPTS]))
+def test_one_at_a_time(reference: tuple[Any, Any], expected: list[list[int]], wide: Stack) -> None:
+    print(_compare(reference, expected, [_completion(wide, prompt) for prompt in PROMPTS]))
 
 
-def test_all_at_once(reference: tuple[Any, Any], wide: Stack) -> None:
-    print(_compare(reference, generate(wide.url, "m", PROMPTS, **GREEDY)))
+def test_all_at_once(reference: tuple[Any, Any], expected: list[list[int]], wide: Stack) -> None:
+    print(_compare(reference, expected, generate(wide.url, "m", PROMPTS, **GREEDY)))
 
 
-def test_split_prompts(reference: tuple[Any, Any], narrow: Stack) -> None:
+def test_split_prompts(reference: tuple[Any, Any], expected: list[list[int]], narrow: Stack) -> None:
     with ThreadPoolExecutor(20) as pool:
-        print(_compare(reference, list(pool.map(lambda prompt: _completion(narrow, prompt), PROMPTS))))
+        print(_compare(reference, expected, list(pool.map(lambda prompt: _completion(narrow, prompt), PROMPTS))))
 
 
-def test_two_ranks(reference: tuple[Any, Any], ranked: Stack) -> None:
-    print(_compare(reference, generate(ranked.url, "m", PROMPTS, **GREEDY)))
+def test_two_ranks(reference: tuple[Any, Any], expected: list[list[int]], ranked: Stack) -> None:
+    print(_compare(reference, expected, generate(ranked.url, "m", PROMPTS, **GREEDY)))
 
 
-def test_pipeline(reference: tuple[Any, Any]) -> None:
+def test_pipeline(reference: tuple[Any, Any], expected: list[list[int]]) -> None:
     import mii_zmq
 
     pipe = mii_zmq.pipeline(str(ensure_demo_model()), kv_cache_gb=1)
     try:
-        print(_compare(reference, [response.to_msg_dict() for response in pipe(PROMPTS, **GREEDY)]))
+        print(_compare(reference, expected, [response.to_msg_dict() for response in pipe(PROMPTS, **GREEDY)]))
     finally:
         pipe.destroy()
 

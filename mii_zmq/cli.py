@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mii_zmq import config_reference
+from mii_zmq.bench_command import add_bench as _add_bench
 from mii_zmq.config import EngineConfig, LaunchConfig, add_arguments, from_arguments, log_level
 from mii_zmq.config_reference import read_settings
 from mii_zmq.errors import MiiError, ServiceError
@@ -27,6 +28,7 @@ from mii_zmq.progress import Progress
 from mii_zmq.registry import DeploymentNotFoundError, DeploymentRecord, Registry, end_deployment, restart_deployment
 from mii_zmq.supervisor import Supervisor
 from mii_zmq.telemetry import setup_logging
+from mii_zmq.top import add_top as _add_top
 from mii_zmq.worker.models import catalogue
 
 PROGRAM = "python -m mii_zmq"
@@ -39,9 +41,11 @@ DESCRIPTION = f"""Serve language models: ZeroMQ between the processes, HTTP and 
   {PROGRAM} serve demo                  serve a small model and print a curl command that works
   {PROGRAM} serve DIR --replicas 2      two copies of a model behind one address
   {PROGRAM} chat                        talk to what is being served here
+  {PROGRAM} bench                       measure what is being served here or elsewhere
   {PROGRAM} models                      which families of models can be served, and how
   {PROGRAM} config                      every setting with its default
   {PROGRAM} status                      what runs on this host
+  {PROGRAM} top                         watch its load, redrawn every second
   {PROGRAM} restart NAME                restart its processes, one after the other, while it serves
   {PROGRAM} stop NAME                   end a deployment with all its processes"""
 
@@ -70,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_chat(commands)
+    _add_bench(commands)
     _add_config(commands)
     models = commands.add_parser(
         "models", help="which models can be served", description="Show the families of models."
@@ -82,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("name", nargs="?", help="deployment or model (default: all)")
     status.add_argument("--json", action="store_true", help="print one JSON object per deployment")
     status.set_defaults(run=_status)
+    _add_top(commands)
     restart = commands.add_parser(
         "restart",
         help="restart a deployment's processes while it serves",

@@ -5,24 +5,51 @@ One message is a list of frames (behind any routing frames, which transport hand
 
     "MIIZ" major minor | verb (1 byte) | request id (16 bytes) | header (msgpack map) | body (msgpack map) | raw frames
 
-Owns tags, verbs, sizes, the schema of every header and body, and their encoding. Knows no sockets. Headers may carry
-unknown keys within a major version (they are ignored); bodies may not. msgpack extension types are refused everywhere.
+Owns tags, sizes, the encoding and the rows of TOKENS; the verbs and the schema of every header and body are those of
+`protocol_messages`. Knows no sockets. msgpack extension types are refused everywhere.
 """
 
 from __future__ import annotations
 
-import enum
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgpack
 import msgspec
 
 from mii_zmq.errors import InvalidRequest, ProtocolError, RequestTooLarge
+from mii_zmq.protocol_messages import (
+    BrokerHeartbeat,
+    Cancel,
+    Credit,
+    Disconnect,
+    ErrorHeader,
+    FinalBody,
+    FinalHeader,
+    GenerateBody,
+    GenerateHeader,
+    Header,
+    Hello,
+    Load,
+    Ready,
+    Registered,
+    Verb,
+    Welcome,
+    WorkerHeartbeat,
+)
 from mii_zmq.sampling_params import unknown_field
+
+__all__ = [
+    "MAJOR", "MAX_BODY_BYTES", "MAX_FRAMES", "MAX_GENERATE_HEADER_BYTES", "MAX_HEADER_BYTES", "MAX_RAW_BYTES",
+    "MAX_SHOWN_NAME", "MINOR", "NO_ID", "NUM_FIXED_FRAMES", "TAG", "BrokerHeartbeat", "Cancel", "Credit", "Disconnect",
+    "ErrorHeader", "FinalBody", "FinalHeader", "GenerateBody", "GenerateHeader", "Header", "Hello", "Load", "Message",
+    "Ready", "Registered", "TokenDelta", "TokenRow", "TokenRows", "Verb", "Welcome", "WorkerHeartbeat", "decode",
+    "encode", "encode_body", "iterate_tokens", "new_request_id", "pack", "parse_body", "parse_header", "readable_id",
+    "token_rows", "unpack_map",
+]  # fmt: skip
 
 MAJOR = 1
 MINOR = 0
@@ -31,6 +58,8 @@ NO_ID = bytes(16)
 """The request id of messages that concern no request, or many."""
 
 MAX_HEADER_BYTES = 4 * 2**20
+MAX_GENERATE_HEADER_BYTES = 64 * 2**10
+"""From a client: the broker keeps it decoded, and what it adds must not make it too large for a worker."""
 MAX_BODY_BYTES = 8 * 2**20
 MAX_RAW_BYTES = 16 * 2**20
 MAX_FRAMES = 16
@@ -41,28 +70,8 @@ MAX_SHOWN_NAME = 80
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Verb(enum.IntEnum):
-    """The second frame. Values below 0x20 travel between clients and broker (most of them on to the worker), values
-    from 0x20 between broker and worker only; DISCONNECT ends either kind of connection."""
-
-    HELLO = 0x01
-    WELCOME = 0x02
-    GENERATE = 0x10
-    ACCEPTED = 0x11
-    TOKENS = 0x12
-    FINAL = 0x13
-    ERROR = 0x14
-    CANCEL = 0x15
-    CREDIT = 0x16
-    STATUS = 0x17
-    HEARTBEAT = 0x18
-    READY = 0x20
-    REGISTERED = 0x21
-    DRAIN = 0x22
-    DISCONNECT = 0x23
-
-
-_BAD_ROW = "a TOKENS row is [id, seq, token_offset, num_tokens, text_bytes, finish_reason]"
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_num_tokens_of, _text_bytes_of = itemgetter(3), itemgetter(4)
 _VERBS = {bytes((verb,)): verb for verb in Verb}
 _VERB_FRAMES = {verb: bytes((verb,)) for verb in Verb}
 
@@ -77,192 +86,16 @@ class Message:
     body: bytes = b"\x80"
     """An encoded msgpack map, opaque to the broker."""
     raw: Sequence[bytes] = ()
+    num_header_bytes: int = field(default=0, compare=False)
+    """Of the header as it came."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of header, body and raw frames."""
+        return self.num_header_bytes + len(self.body) + sum(map(len, self.raw))
 
     def to_frames(self) -> list[bytes]:
         return encode(self.verb, self.request_id, self.header, self.body, self.raw)
-
-
-class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Base of header schemas: unknown keys are ignored (they belong to a newer minor version)."""
-
-
-class Hello(Header):
-    """Client to broker, first message of a connection that wants more than the plain behaviour."""
-
-    name: str = ""
-    """Free text for logs."""
-    batch: bool = False
-    """True: TOKENS messages may carry rows of several requests."""
-    credit: int = 0
-    """Rows per request that the client takes before it grants more; further ones are merged. 0: unlimited."""
-
-
-class Welcome(Header):
-    """Broker's answer to HELLO."""
-
-    epoch: bytes
-    """16 bytes, new at every start of the broker."""
-    heartbeat_ms: int
-    """The client sends HEARTBEAT at this interval; the broker answers each."""
-    liveness: int
-    """Missed intervals after which either side counts the other as dead."""
-    max_body_bytes: int
-    deployments: list[str]
-    capabilities: list[str]
-
-
-class GenerateHeader(Header):
-    """All that the broker may look at in a GENERATE message."""
-
-    deployment: str
-    stream: bool = False
-    """True: ACCEPTED, TOKENS..., FINAL. False: FINAL alone carries the text."""
-    tenant: str = ""
-    """Prefix blocks are shared within a tenant only, and tenants take turns in the queue."""
-    priority: int = 0
-    """Smaller is served first."""
-    deadline_ms: int | None = None
-    """Time that is left, at the moment of sending."""
-    num_tokens: int = 0
-    """The sender's estimate of prompt plus output tokens, for routing; 0: unknown."""
-    prefix_hashes: list[bytes] = []
-    seen: bool = False
-    """The sender has known this deployment to serve: a broker that has just started waits for its workers instead of
-    refusing the request."""
-    client: int = 0
-    """Set by the broker: a number for the client connection; the worker groups TOKENS rows by it."""
-    attempt: int = 0
-    """Set by the broker: how many groups had this request before."""
-    first_seq: int = 0
-    """Set by the broker: `seq` of the first row, so that a stream that changes groups is one sequence of rows."""
-
-
-class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What to generate from: exactly one of prompt, prompt_token_ids and messages."""
-
-    prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    """Chat messages, rendered by the model's template: role and content."""
-    params: dict[str, Any] = {}
-    """Fields of SamplingParams."""
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    """With messages: end the prompt with the opening of an assistant message."""
-
-
-class FinalBody(Header):
-    """Terminal: the request ended well. Token counts include a stop token whose text is dropped."""
-
-    finish_reason: str
-    prompt_length: int
-    generated_length: int
-    num_cached_tokens: int = 0
-    text: str | None = None
-    """The whole text, when the request was not streamed; raw frame 0 then holds all token ids."""
-
-
-class FinalHeader(Header):
-    """FINAL from a worker names the reason here too, where the broker may read it (for its counters)."""
-
-    finish_reason: str = ""
-
-
-class ErrorHeader(Header):
-    """Terminal: the request ended with an error (see mii_zmq.errors for the codes)."""
-
-    code: str
-    message: str
-    retryable: bool = False
-    emitted_tokens: int = 0
-    retry_after_ms: int | None = None
-    param: str | None = None
-
-
-class Cancel(Header):
-    """Client to broker to worker: end these requests, or the one that the request id frame names."""
-
-    request_ids: list[bytes] = []
-
-
-class Credit(Header):
-    """Client to broker: that many more rows of these requests may be sent, or of the one that the request id frame
-    names."""
-
-    credit: int
-    request_ids: list[bytes] = []
-
-
-class BrokerHeartbeat(Header):
-    """Broker's answer to a HEARTBEAT, and its question to a peer that was silent for an interval."""
-
-    epoch: bytes
-    is_draining: bool = False
-    """To clients: it shuts down, takes no new requests, and finishes those that it has."""
-
-
-class Disconnect(Header):
-    """The sender no longer counts the connection as open; a worker that is alive sends READY again."""
-
-    reason: str = ""
-
-
-class Ready(Header):
-    """Worker to broker: this group can take requests."""
-
-    group: str
-    incarnation: bytes
-    """16 bytes, new at every start of the group."""
-    deployment: str
-    max_requests: int
-    """Requests that the group wants at the same time; the broker queues the rest."""
-    max_model_len: int
-    in_flight: list[bytes] = []
-    """Requests running in the group (after a broker restart)."""
-    info: dict[str, Any] = {}
-    """For STATUS: model, pid, device."""
-
-
-class Registered(Header):
-    """Broker's answer to READY."""
-
-    epoch: bytes
-    heartbeat_ms: int
-    liveness: int
-
-
-class Load(Header):
-    """Carried by worker heartbeats; emitted by the engine's own loop, so that it stops when the loop stops."""
-
-    step: int = 0
-    running: int = 0
-    waiting: int = 0
-    outstanding_tokens: int = 0
-    used_blocks: int = 0
-    total_blocks: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens computed since the start, cached ones excluded."""
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    step_ms: float = 0.0
-    num_failed_steps: int = 0
-    """Steps that raised; their requests were computed again."""
-    num_numeric_errors: int = 0
-    """Requests that ended because their logits were not finite."""
-    token_budget: int = 0
-    """Tokens per step at most; less than usual for a while when memory ran out."""
-
-
-class WorkerHeartbeat(Header):
-    """Worker to broker, at the interval that REGISTERED named."""
-
-    incarnation: bytes
-    state: str
-    """'ready' or 'draining'."""
-    load: Load
-    report_age_ms: int = 0
-    """Since the engine's last report, which `load` is from."""
 
 
 class TokenRow(NamedTuple):
@@ -277,6 +110,12 @@ class TokenRow(NamedTuple):
     text_bytes: int
     finish_reason: str | None
     """Set on a request's last row; FINAL follows."""
+
+
+class _Tokens(msgspec.Struct):
+    """The header of TOKENS; rows have the fields of TokenRow, as plain tuples."""
+
+    rows: list[tuple[bytes, int, int, _Count, _Count, str | None]]
 
 
 class TokenDelta(NamedTuple):
@@ -362,7 +201,12 @@ def decode(frames: Sequence[bytes]) -> Message:
         raise RequestTooLarge(f"the body has {len(body)} bytes; the limit is {MAX_BODY_BYTES}")
     if sum(map(len, raw)) > MAX_RAW_BYTES:
         raise RequestTooLarge(f"the raw frames exceed {MAX_RAW_BYTES} bytes")
-    return Message(verb, request_id, unpack_map(header, "header"), body, raw)
+    return Message(verb, request_id, unpack_map(header, "header"), body, raw, len(header))
+
+
+def readable_id(frames: Sequence[bytes]) -> bytes:
+    """The request id of a message that `decode` refused, for the answer; NO_ID where none can be told."""
+    return frames[2] if len(frames) > 2 and len(frames[2]) == len(NO_ID) else NO_ID
 
 
 def unpack_map(data: bytes, what: str) -> dict[str, Any]:
@@ -456,28 +300,35 @@ class TokenRows:
         return encode(Verb.TOKENS, request_id, header, raw=(b"".join(self._ids), b"".join(self._texts)))
 
 
-def iterate_tokens(message: Message) -> Iterator[TokenDelta]:
-    """The rows of a TOKENS message with their ids and text; raises ProtocolError when they do not add up."""
-    rows = message.header.get("rows")
-    if not isinstance(rows, list) or len(message.raw) != 2:
-        raise ProtocolError("TOKENS needs a header with rows and two raw frames (token ids, text)")
+def token_rows(message: Message) -> list[tuple[bytes, int, int, int, int, str | None]]:
+    """The rows of a TOKENS message, their fields in the order of TokenRow; raises ProtocolError when they do not add up
+    with the raw frames."""
+    if len(message.raw) != 2:
+        raise ProtocolError("TOKENS needs two raw frames (token ids, text)")
+    try:
+        # In C: every generated token comes this way.
+        checked = msgspec.convert(message.header, _Tokens).rows
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"TOKENS needs rows of [{', '.join(TokenRow._fields)}]: {error}") from None
     ids, texts = message.raw
+    if 4 * sum(map(_num_tokens_of, checked)) > len(ids) or sum(map(_text_bytes_of, checked)) > len(texts):
+        raise ProtocolError("TOKENS rows announce more ids or text than the raw frames hold")
+    return checked
+
+
+def iterate_tokens(message: Message) -> list[TokenDelta]:
+    """The rows of a TOKENS message with their ids and text; raises ProtocolError when they do not add up."""
+    rows = token_rows(message)
+    ids, texts = message.raw
+    deltas = []
     id_at = text_at = 0
-    for row in rows:
-        try:
-            request_id, seq, token_offset, num_tokens, text_bytes, finish_reason = row
-        except (TypeError, ValueError):
-            raise ProtocolError(_BAD_ROW) from None
-        if type(request_id) is not bytes or type(num_tokens) is not int or type(text_bytes) is not int:
-            raise ProtocolError(_BAD_ROW)
-        if type(seq) is not int or type(token_offset) is not int or type(finish_reason) not in (str, NoneType):
-            raise ProtocolError(_BAD_ROW)
-        id_end = id_at + 4 * num_tokens
-        text_end = text_at + text_bytes
-        if not id_at <= id_end <= len(ids) or not text_at <= text_end <= len(texts):
-            raise ProtocolError("TOKENS rows announce more ids or text than the raw frames hold")
-        yield TokenDelta(request_id, seq, token_offset, ids[id_at:id_end], texts[text_at:text_end], finish_reason)
+    for request_id, seq, token_offset, num_tokens, text_bytes, finish_reason in rows:
+        id_end, text_end = id_at + 4 * num_tokens, text_at + text_bytes
+        deltas.append(
+            TokenDelta(request_id, seq, token_offset, ids[id_at:id_end], texts[text_at:text_end], finish_reason)
+        )
         id_at, text_at = id_end, text_end
+    return deltas
 
 
 def _refuse_ext(code: int, data: bytes) -> Any:

@@ -52,7 +52,13 @@ class Delivered:
             self.num_tokens = token_offset + len(token_ids) // 4
             self.finish_reason = finish_reason
             return NEXT
-        return HOLE if token_offset > self.num_tokens else PAST
+        return self.place_of(token_offset)
+
+    def place_of(self, token_offset: int) -> Place:
+        """Where a row would begin."""
+        if token_offset > self.num_tokens:
+            return HOLE
+        return NEXT if token_offset == self.num_tokens and self.finish_reason is None else PAST
 
     def resume_frames(self) -> Sequence[bytes]:
         """The raw frames of a GENERATE message that continues behind what the reader has."""

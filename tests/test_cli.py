@@ -43,7 +43,7 @@ def served(*arguments: str) -> Iterator[str]:
             assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("chat",), ("status",), ("stop",)])
+@pytest.mark.parametrize("command", [(), ("serve",), ("chat",), ("status",), ("top",), ("stop",)])
 def test_help_names_every_option_with_its_meaning(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main([*command, "--help"])
@@ -105,6 +105,7 @@ def test_a_served_model_from_all_sides() -> None:
         assert set(status["processes"]) == {"supervisor", "broker", "gateway", "worker 1", "worker 2"}
         assert len(status["broker"]["deployments"]["org/model"]["groups"]) == 2
         assert "org/model: fake:" in run("status").stdout
+        assert "org/model: ready" in run("top", "--once", "--interval", "0.1", "org/model").stdout
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from mii_zmq import protocol
+from mii_zmq import protocol, protocol_messages
 from mii_zmq.errors import InvalidRequest, MiiError, ProtocolError, RequestTooLarge
 from mii_zmq.protocol import (
     NO_ID,
@@ -411,7 +411,7 @@ def tables(title: str) -> list[list[str]]:
 def schemas() -> dict[str, type[msgspec.Struct]]:
     found = {
         name: value
-        for name, value in vars(protocol).items()
+        for name, value in vars(protocol_messages).items()
         if isinstance(value, type) and issubclass(value, msgspec.Struct)
     }
     return {name: value for name, value in found.items() if name != "Header"}
@@ -424,6 +424,8 @@ def wire_type(kind: Any) -> str:
     arms = typing.get_args(kind)
     if isinstance(kind, types.UnionType):
         return f"{wire_type(arms[0])} or nil"
+    if typing.get_origin(kind) is typing.Literal:
+        return wire_type(type(arms[0]))
     if typing.get_origin(kind) is list:
         return f"[{wire_type(arms[0])}]"
     assert typing.get_origin(kind) is dict
@@ -434,8 +436,11 @@ def wire_default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
     value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    words = {None: "nil", True: "true", False: "false", "": '""'}
-    shown = words[value] if value is None or isinstance(value, bool | str) else str(value).removesuffix(".0")
+    words = {None: "nil", True: "true", False: "false"}
+    if isinstance(value, str):
+        shown = f'"{value}"'
+    else:
+        shown = words[value] if value is None or isinstance(value, bool) else str(value).removesuffix(".0")
     return f"`{shown}`"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from mii_zmq import protocol, transport
-from mii_zmq.client_link import Link
+from mii_zmq.client_link import CREDIT, Link
 from mii_zmq.errors import BrokerUnavailable, InternalError, ServiceError
 from mii_zmq.generation import Completion, Generation
 from mii_zmq.protocol import GenerateBody, GenerateHeader
@@ -45,9 +45,12 @@ class AsyncClient:
     is back, new requests go there again.
     """
 
-    def __init__(self, endpoints: Sequence[str], *, name: str = "client") -> None:
+    def __init__(self, endpoints: Sequence[str], *, name: str = "client", credit: int = CREDIT) -> None:
+        """`credit`: rows of a stream that may wait here for their reader before the broker merges further ones; 0: any
+        number."""
         self._endpoints = tuple(endpoints)
         self._name = name
+        self._credit = credit
         self._context: Any = None
         self._links: list[Link] = []
         self._seen: set[str] = set()
@@ -61,7 +64,7 @@ class AsyncClient:
         if not self._links:
             self._context = transport.make_context()
             self._links = [
-                Link(self._context, endpoint, self._name, self._seen, self._on_change, self._take_over)
+                Link(self._context, endpoint, self._name, self._seen, self._credit, self._on_change, self._take_over)
                 for endpoint in self._endpoints
             ]
 
@@ -69,9 +72,11 @@ class AsyncClient:
         """Wait until a broker has answered; raises BrokerUnavailable."""
         self.start()
         waits = [asyncio.ensure_future(link.up.wait()) for link in self._links]
-        done, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
+        try:
+            done, _ = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
         if not done:
             raise BrokerUnavailable(f"no broker answered at {', '.join(self._endpoints)} within {timeout_s:g} s")
 
@@ -215,6 +220,8 @@ def _estimate_tokens(body: GenerateBody) -> int:
     elif body.prompt is not None:
         prompt = len(body.prompt) // CHARS_PER_TOKEN
     else:
-        prompt = sum(len(str(message.get("content"))) for message in body.messages or ()) // CHARS_PER_TOKEN
+        chars = sum(len(str(message.get("content"))) for message in body.messages or ())
+        chars += sum(len(str(message["tool_calls"])) for message in body.messages or () if "tool_calls" in message)
+        prompt = (chars + (len(str(body.tools)) if body.tools else 0)) // CHARS_PER_TOKEN
     output = body.params.get("max_new_tokens")
     return prompt + (output if isinstance(output, int) else DEFAULT_OUTPUT_TOKENS)

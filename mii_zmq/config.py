@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import ipaddress
+import logging
+import math
 import os
 import stat
 import tempfile
@@ -30,6 +33,8 @@ DEFAULT_BROKER_PORT = 50050
 DEFAULT_REST_PORT = 28080
 MAX_BODY_BYTES = 8 * 2**20
 """Largest request body at any door; checked before decoding."""
+MAX_MESSAGES = 4096
+"""Of one chat, at any door."""
 
 
 def setting(help_text: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
@@ -100,6 +105,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _positive(self, "drain_timeout_s", "tokenizer_threads", "load_timeout_s")
         check_deployment_name(self.deployment)
+        _check_brokers(self.brokers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +126,9 @@ class BrokerConfig:
     max_client_requests: int = setting("unfinished requests of one client connection", 8192)
     max_attempts: int = setting(
         "groups that may die with a request, in turn and without its getting on, before it is ended", 3
+    )
+    resume: bool = setting(
+        "keep the output that clients have, so that a stream whose group dies goes on with another one", True
     )
     quarantine_s: float = setting("seconds for which a request of which groups have died is refused", 300.0)
     group_wait_s: float = setting("seconds that requests wait for a group when a deployment's last one is gone", 10.0)
@@ -161,6 +170,8 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be 0 to 65535")
+        _positive(self, "shutdown_timeout_s")
+        _check_brokers(self.brokers)
         check_endpoint(f"tcp://{self.host}:{self.port}", self.insecure)
 
 
@@ -186,13 +197,11 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         check_deployment_name(self.deployment)
-        for name in ("replicas", "brokers", "gateways", "drain_timeout_s", "load_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
+        _positive(self, "replicas", "brokers", "gateways", "drain_timeout_s", "load_timeout_s")
         for name in ("port", "broker_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 to 65535")
-        self.gateway(brokers=(), port=0)
+        check_endpoint(f"tcp://{self.host}:0", self.insecure)
 
     def gateway(self, brokers: tuple[str, ...], port: int) -> GatewayConfig:
         return GatewayConfig(
@@ -292,8 +301,8 @@ def _comma_separated(text: str) -> tuple[str, ...]:
 def _positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} is {value}; it must be more than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value}; it must be more than 0" + ", and finite" * (value == math.inf))
 
 
 def check_deployment_name(name: str) -> str:
@@ -310,13 +319,36 @@ def check_endpoint(endpoint: str, insecure: bool) -> str:
         return endpoint
     if scheme != "tcp" or not rest:
         raise ConfigError(f"endpoint {endpoint!r} must be tcp://HOST:PORT or ipc://PATH")
-    host = rest.rsplit(":", 1)[0].strip("[]")
-    if host not in ("127.0.0.1", "localhost", "::1") and not host.startswith("127.") and not insecure:
+    if not _is_loopback(rest.rsplit(":", 1)[0].strip("[]")) and not insecure:
         raise ConfigError(
             f"{endpoint} can be reached from other hosts and carries no keys; use 127.0.0.1, or pass --insecure on a "
             "network that you trust"
         )
     return endpoint
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_broker_endpoint(endpoint: str) -> str:
+    """Refuse an endpoint that no socket could connect to."""
+    scheme, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    if (scheme == "ipc" and rest) or (scheme == "tcp" and host and is_port):
+        return endpoint
+    raise ConfigError(f"broker endpoint {endpoint!r} must be tcp://HOST:PORT or ipc://PATH")
+
+
+def _check_brokers(endpoints: tuple[str, ...]) -> None:
+    if not endpoints:
+        raise ConfigError("brokers is empty; name at least one endpoint, as in tcp://127.0.0.1:50050")
+    for endpoint in endpoints:
+        check_broker_endpoint(endpoint)
 
 
 def cache_dir() -> Path:
@@ -352,4 +384,8 @@ def _make_directory(path: Path, mode: int, what: str, variable: str) -> None:
 
 
 def log_level() -> str:
-    return os.environ.get("MII_ZMQ_LOG_LEVEL", "INFO").upper()
+    """Raises ConfigError when MII_ZMQ_LOG_LEVEL names none."""
+    level = os.environ.get("MII_ZMQ_LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"MII_ZMQ_LOG_LEVEL is {level!r}; it must be DEBUG, INFO, WARNING, ERROR or CRITICAL")
+    return level

@@ -47,6 +47,8 @@ class Completion:
     prompt_length: int
     generated_length: int
     num_cached_tokens: int
+    matched_stop: str | None = None
+    """The stop string that ended it."""
 
 
 class Generation:
@@ -136,6 +138,7 @@ class Generation:
             prompt_length=final.prompt_length,
             generated_length=final.generated_length,
             num_cached_tokens=final.num_cached_tokens,
+            matched_stop=final.matched_stop,
         )
 
     def cancel(self) -> None:

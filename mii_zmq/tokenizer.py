@@ -28,7 +28,9 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 EXTRA_NAMES = ("additional_special_tokens", "extra_special_tokens")
 FAKE_EOS = 256
 FAKE_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if tools %}{{ 'tools: ' + tools | tojson + '\n' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
@@ -43,6 +45,8 @@ class TextTokenizer:
     special_tokens: dict[str, str]
     """`bos_token` and the like, as templates see them."""
     chat_template: str | None
+    tool_chat_template: str | None = None
+    """Used instead where a request has tools; None: the other one handles them."""
     max_token_chars: int | None
     """No token stands for more characters of a prompt than this. None: nothing is known."""
     strips_first_space: bool
@@ -85,7 +89,13 @@ class FakeTokenizer(TextTokenizer):
 class HfTokenizer(TextTokenizer):
     """A tokenizer of the `tokenizers` library with what its checkpoint's `tokenizer_config.json` says."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, settings: dict[str, Any], chat_template: str | None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        settings: dict[str, Any],
+        chat_template: str | None,
+        tool_chat_template: str | None = None,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = _special_token_texts(settings)
@@ -97,6 +107,7 @@ class HfTokenizer(TextTokenizer):
         added = backend.get_added_tokens_decoder()
         self.all_special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.chat_template = chat_template
+        self.tool_chat_template = tool_chat_template
         self.token_bytes, self.strips_first_space = _bytes_function(backend)
         self.max_token_chars = self._longest_token() if _covers_every_character(backend) else None
 
@@ -142,9 +153,9 @@ def load_tokenizer(path_or_id: str) -> TextTokenizer:
         settings = qwen_tokenizer.qwen_settings(settings, _read_json(directory / "generation_config.json"))
     else:
         backend, settings = _convert_with_transformers(directory, settings)
-    chat_template = _find_chat_template(directory, settings)
+    templates = _find_chat_templates(directory, settings)
     try:
-        return HfTokenizer(backend, settings, chat_template)
+        return HfTokenizer(backend, settings, templates.get("default"), templates.get("tool_use"))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory / 'tokenizer_config.json'} is malformed: {error!r}") from None
 
@@ -211,16 +222,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _find_chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
-    """A template file wins over the entry in `tokenizer_config.json`; of several named ones, `default` counts."""
+def _find_chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """By name; a single one is `default`. A template file wins over the entry in `tokenizer_config.json`."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return {"default": file.read_text(encoding="utf-8")}
     found = _read_json(directory / "chat_template.json").get("chat_template") or settings.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    return {str(name): template for name, template in named.items() if isinstance(template, str)}
 
 
 def _special_token_texts(settings: dict[str, Any]) -> dict[str, str]:

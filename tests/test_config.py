@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -110,7 +111,9 @@ def test_private_endpoints_are_allowed(endpoint: str) -> None:
     assert config.check_endpoint(endpoint, insecure=False) == endpoint
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "tcp://example.org:1"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "tcp://example.org:1", "tcp://127.example.org:1"]
+)
 def test_endpoints_for_strangers_need_consent(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         config.check_endpoint(endpoint, insecure=False)
@@ -121,6 +124,26 @@ def test_endpoints_for_strangers_need_consent(endpoint: str) -> None:
 def test_other_endpoints_are_malformed(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="must be tcp"):
         config.check_endpoint(endpoint, insecure=True)
+
+
+@pytest.mark.parametrize("brokers", [(), ("nowhere",), ("tcp://h",), ("tcp://h:0",), ("tcp://h:\N{SUPERSCRIPT TWO}",)])
+def test_brokers_are_named_and_can_be_connected_to(brokers: tuple[str, ...]) -> None:
+    for cls, values in ((GatewayConfig, {}), (WorkerConfig, {"deployment": "d"})):
+        with pytest.raises(ConfigError, match="brokers is empty|must be tcp"):
+            build(cls, {**values, "brokers": brokers})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_times_are_numbers_above_0(value: float) -> None:
+    for cls, values in (
+        (GatewayConfig, {"shutdown_timeout_s": value}),
+        (BrokerConfig, {"quarantine_s": value}),
+        (LaunchConfig, {"deployment": "d", "drain_timeout_s": value}),
+        (WorkerConfig, {"deployment": "d", "load_timeout_s": value}),
+        (EngineConfig, {"model": "m", "step_timeout_s": value}),
+    ):
+        with pytest.raises(ConfigError, match=f"is {value}; it must be more than 0"):
+            build(cls, values)
 
 
 def test_a_gateway_for_strangers_needs_consent() -> None:
@@ -161,3 +184,11 @@ def test_a_directory_that_cannot_be_made_is_a_clear_error(
     monkeypatch.setenv(variable, str(tmp_path / "file" / "below"))
     with pytest.raises(ConfigError, match=variable):
         directory()
+
+
+def test_a_log_level_that_does_not_exist_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", "debug")
+    assert config.log_level() == "DEBUG"
+    monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="MII_ZMQ_LOG_LEVEL is 'LOUD'"):
+        config.log_level()

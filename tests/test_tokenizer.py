@@ -120,6 +120,13 @@ def test_chat_template_sources(tmp_path: Path, files: dict[str, str], entry: Any
     assert load(tmp_path).chat_template == expected
 
 
+def test_a_chat_template_for_tools(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    checkpoint(tmp_path, chat_template=templates)
+    tokenizer = load(tmp_path)
+    assert (tokenizer.chat_template, tokenizer.tool_chat_template) == ("plain", "with tools")
+
+
 def test_truncation_and_padding_of_the_file_have_no_effect(tmp_path: Path) -> None:
     backend = Tokenizer.from_str(tiny_tokenizers.byte_level()._backend.to_str())
     backend.enable_truncation(3)

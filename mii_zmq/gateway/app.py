@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import http_exceptions, web
 
 from mii_zmq.errors import BrokerUnavailable, StartupError
-from mii_zmq.gateway import health, openai_api, rest
+from mii_zmq.gateway import anthropic_api, health, openai_api, openapi, page, rest, token_api
 from mii_zmq.gateway.door import Door
 from mii_zmq.gateway.middlewares import MIDDLEWARES, add_headers
 from mii_zmq.gateway.state import GATEWAY, Gateway
@@ -38,7 +38,8 @@ def make_app(config: GatewayConfig, client: AsyncClient) -> web.Application:
     app[GATEWAY] = Gateway(config, client)
     app.add_routes(
         [
-            web.get("/", health.index),
+            *page.routes(),
+            web.get("/openapi.json", openapi.openapi),
             web.get("/healthz", health.healthz),
             web.get("/health", health.ready),
             web.get("/health/live", health.live),
@@ -50,6 +51,11 @@ def make_app(config: GatewayConfig, client: AsyncClient) -> web.Application:
             web.get("/v1/models/{model:.+}", openai_api.get_model),
             web.post("/v1/chat/completions", openai_api.chat_completions),
             web.post("/v1/completions", openai_api.completions),
+            web.post("/v1/responses", openai_api.responses),
+            web.post("/v1/messages", anthropic_api.messages),
+            web.post("/v1/messages/count_tokens", anthropic_api.count_tokens),
+            web.post("/tokenize", token_api.tokenize),
+            web.post("/detokenize", token_api.detokenize),
         ]
     )
     app.on_response_prepare.append(add_headers)
@@ -104,8 +110,8 @@ def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, number)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {host}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:
+        raise StartupError(f"cannot listen on {host}: {error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if share:

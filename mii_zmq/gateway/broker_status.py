@@ -31,6 +31,8 @@ class GroupStatus:
     is_ready: bool
     max_model_len: int | None
     numbers: dict[str, float]
+    tool_format: str | None = None
+    """How its model writes tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class DeploymentStatus:
         """The smallest context of the groups, into which a request fits wherever it goes."""
         return min((group.max_model_len for group in self.groups if group.max_model_len), default=None)
 
+    @property
+    def tool_format(self) -> str | None:
+        """How the model writes tool calls; None: nobody says."""
+        return next((group.tool_format for group in self.groups if group.tool_format), None)
+
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
@@ -59,6 +66,8 @@ class BrokerStatus:
     counters: dict[str, float] = field(default_factory=dict)
     labelled_counters: dict[str, dict[str, float]] = field(default_factory=dict)
     """Counters by reason: finish reasons, error codes."""
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """As the broker sent it."""
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> BrokerStatus:
@@ -69,6 +78,7 @@ class BrokerStatus:
             numbers=_numbers(body),
             counters=_numbers(counters),
             labelled_counters={name: _numbers(by_reason) for name, by_reason in _maps(counters)},
+            body=body,
         )
 
     def is_ready(self, name: str) -> bool:
@@ -92,6 +102,8 @@ def _deployment(name: str, values: Mapping[str, Any]) -> DeploymentStatus:
 
 def _group(values: Mapping[str, Any]) -> GroupStatus:
     max_model_len = values.get("max_model_len")
+    info = values.get("info")
+    tool_format = info.get("tool_format") if isinstance(info, Mapping) else None
     numbers = _numbers(values)
     numbers |= {ENGINE + name: number for name, number in _numbers(values.get("load")).items()}
     total_blocks = numbers.get(ENGINE + "total_blocks")
@@ -102,6 +114,7 @@ def _group(values: Mapping[str, Any]) -> GroupStatus:
         values.get("state") == "ready",
         max_model_len if isinstance(max_model_len, int) else None,
         numbers,
+        tool_format if isinstance(tool_format, str) else None,
     )
 
 

@@ -92,6 +92,8 @@ class Connection(asyncio.Protocol):
 
     def header_is_complete(self) -> None:
         self.is_serving = True
+        # It may have come while the request before it was answered.
+        self.is_idle = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -19,27 +19,16 @@ from mii_zmq.gateway.metrics import CONTENT_TYPE
 from mii_zmq.gateway.sse import encode
 from mii_zmq.gateway.state import GATEWAY, Gateway
 
-INDEX: dict[str, Any] = {
-    "service": "mii_zmq gateway",
-    "documentation": "README.md and PROTOCOL.md of mii_zmq",
-    "endpoints": [
-        "POST /mii/{deployment}",
-        "POST /v1/chat/completions",
-        "POST /v1/completions",
-        "GET /v1/models",
-        "GET /v1/models/{model}",
-        "GET /healthz",
-        "GET /health/live",
-        "GET /health/ready",
-        "GET /health/started",
-        "GET /metrics",
-    ],
-}
-
 
 async def index(request: web.Request) -> web.Response:
-    """Handler of GET /."""
-    return web.Response(body=encode(INDEX), content_type=JSON)
+    """Handler of GET / for programs; browsers get the page."""
+    routes = [route for route in request.app.router.routes() if route.resource is not None and route.method != "HEAD"]
+    facts = {
+        "service": "mii_zmq gateway",
+        "documentation": "/openapi.json describes all endpoints; README.md and PROTOCOL.md of mii_zmq tell the rest",
+        "endpoints": [f"{route.method} {route.resource.canonical}" for route in routes if route.resource is not None],
+    }
+    return web.Response(body=encode(facts), content_type=JSON)
 
 
 async def healthz(request: web.Request) -> web.Response:

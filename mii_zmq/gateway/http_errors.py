@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that exist only in HTTP, and the two shapes in which the doors answer any error.
+"""Errors that exist only in HTTP, and the three shapes in which the doors answer any error.
 
-The OpenAI door (`/v1/...`) answers with OpenAI's error object, everything else with MII's `{"message": ...}`. A peer
+Anthropic's door (`/v1/messages...`) answers with Anthropic's error object, OpenAI's (the rest of `/v1/...`) with
+OpenAI's, everything else with MII's `{"message": ...}`. A peer
 that should come back later gets `Retry-After`. Knows nothing of requests that went well.
 """
 
@@ -15,10 +16,20 @@ from aiohttp import web
 
 from mii_zmq.errors import MiiError, RequestError
 
-OPENAI_PREFIX = "/v1/"
+OPENAI_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+ANTHROPIC_PREFIX = "/v1/messages"
 JSON = "application/json"
 _OPENAI_CODES = {"unknown_deployment": "model_not_found", "tenant_overloaded": "rate_limit_exceeded"}
 _OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class UnsupportedMediaType(RequestError):
@@ -64,6 +75,13 @@ def openai_error(error: MiiError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
 
 
+def anthropic_error(error: MiiError) -> dict[str, Any]:
+    """Anthropic's error object, as a response body and as an event of a stream."""
+    status = error.http_status
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 def mii_message(message: str) -> bytes:
     """MII's error body, in its exact spelling."""
     return json.dumps({"message": message}).encode() + b"\n"
@@ -71,7 +89,9 @@ def mii_message(message: str) -> bytes:
 
 def error_response(request: web.Request, error: MiiError, headers: dict[str, str] | None = None) -> web.Response:
     """The answer to a request that failed before its first byte; the connection closes where the body is unread."""
-    if request.path.startswith(OPENAI_PREFIX):
+    if request.path.startswith(ANTHROPIC_PREFIX):
+        body = msgspec.json.encode(anthropic_error(error))
+    elif request.path.startswith(OPENAI_PREFIXES):
         body = msgspec.json.encode(openai_error(error))
     else:
         body = mii_message(error.message)

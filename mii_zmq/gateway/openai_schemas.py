@@ -1,89 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's requests translated into the engine's words, and the engine's results into OpenAI's bodies and events.
+"""OpenAI's requests for completions and chats translated into the engine's words.
 
 Pure: no sockets, no handlers. OpenAI's own defaults hold here (temperature 1, top_p 1, 16 tokens for completions),
-not MII's. Errors carry the names of OpenAI's fields.
+not MII's. Errors carry the names of OpenAI's fields. Answers are made in `openai_answers`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from mii_zmq.client import fan_out
-from mii_zmq.errors import InvalidRequest, MiiError, RequestError, UnknownDeployment
-from mii_zmq.gateway.generations import check_count
-from mii_zmq.gateway.http_errors import openai_error
-from mii_zmq.gateway.openai_fields import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    ChatMessage,
-    ParsedFields,
-    Rule,
-    StreamOptions,
-    TextPart,
-    apply_rules,
+from mii_zmq.config import MAX_MESSAGES
+from mii_zmq.errors import InvalidRequest
+from mii_zmq.gateway.core_request import (
+    CoreRequest,
+    chat_body,
+    check_plain,
+    check_priority,
+    checked_params,
+    shared_params,
 )
+from mii_zmq.gateway.field_rules import ParsedFields, Rule, apply_rules
+from mii_zmq.gateway.generations import check_count
+from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS, StreamOptions
+from mii_zmq.gateway.openai_messages import template_messages
 from mii_zmq.gateway.request_body import Fields
-from mii_zmq.gateway.sse import encode
+from mii_zmq.gateway.tool_definitions import Tools, choose_tools, read_chat_tools
 from mii_zmq.protocol import GenerateBody
-from mii_zmq.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from mii_zmq.client import Completion
-    from mii_zmq.protocol import FinalBody
 
 OWNER = "mii_zmq"
-FINGERPRINT = "mii_zmq"
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_TOKEN_ID = 2**31 - 1
-MAX_PRIORITY = 2**31 - 1
-ROLES = ("system", "developer", "user", "assistant")
 _NAMES = {"min_new_tokens": "min_tokens", "return_full_text": "echo", "prompt_token_ids": "prompt"}
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAIRequest:
-    """Either door's request, ready to be sent."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIRequest(CoreRequest):
+    """A request for completions or a chat."""
 
-    model: str
-    prompts: list[GenerateBody]
-    """Without params."""
-    params: SamplingParams
-    stream: bool
     include_usage: bool
-    priority: int
-    ignored: list[str]
-    names: dict[str, str]
-    """The engine's name of a field, and the one that this request used."""
-
-    def bodies(self) -> list[GenerateBody]:
-        """All choices of the first prompt, then of the second ..."""
-        choices = fan_out(self.params)
-        return [
-            GenerateBody(
-                prompt=prompt.prompt,
-                prompt_token_ids=prompt.prompt_token_ids,
-                messages=prompt.messages,
-                params=choice,
-                add_special_tokens=prompt.add_special_tokens,
-                add_generation_prompt=prompt.add_generation_prompt,
-            )
-            for prompt in self.prompts
-            for choice in choices
-        ]
-
-    def rename(self, error: MiiError) -> MiiError:
-        """The same error in the names of this door."""
-        if isinstance(error, UnknownDeployment):
-            return UnknownDeployment(error.message, param="model")
-        return _renamed(error, self.names)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"x-ignored-fields": ", ".join(self.ignored)} if self.ignored else {}
+    include_reasoning: bool = True
 
 
 def parse_chat(fields: Fields) -> OpenAIRequest:
@@ -94,10 +50,29 @@ def parse_chat(fields: Fields) -> OpenAIRequest:
         raise InvalidRequest("messages is missing; send a list of messages", param="messages")
     if not values["messages"]:
         raise InvalidRequest("messages is an empty list; send at least one message", param="messages")
-    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(values["messages"])]
+    if len(values["messages"]) > MAX_MESSAGES:
+        text = f"messages holds {len(values['messages'])} messages; the limit is {MAX_MESSAGES}"
+        raise InvalidRequest(text, param="messages")
+    tools = _tools(values)
+    is_continued = values.get("continue_final_message", False)
+    body = chat_body(
+        template_messages(values["messages"]),
+        tools.for_template,
+        check_plain(values.get("chat_template_kwargs", {}), "chat_template_kwargs"),
+        is_continued=is_continued,
+        add_generation_prompt=values.get("add_generation_prompt", not is_continued),
+    )
+    if any(tool.function and tool.function.strict for tool in values.get("tools", ())):
+        parsed.ignored.append("tools.strict")
     limit = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-    body = GenerateBody(messages=messages, add_generation_prompt=values.get("add_generation_prompt", True))
-    return _request(parsed, CHAT_FIELDS, [body], limit, None)
+    return _request(parsed, CHAT_FIELDS, [body], limit, None, tools)
+
+
+def _tools(values: dict[str, Any]) -> Tools:
+    if "tool_choice" in values and not values.get("tools") and values["tool_choice"] not in ("auto", "none"):
+        raise InvalidRequest("tool_choice names a tool, but there are no tools", param="tool_choice")
+    is_parallel = values.get("parallel_tool_calls", True)
+    return choose_tools(read_chat_tools(values.get("tools", ())), values.get("tool_choice"), is_parallel=is_parallel)
 
 
 def parse_completion(fields: Fields) -> OpenAIRequest:
@@ -116,7 +91,12 @@ def parse_completion(fields: Fields) -> OpenAIRequest:
 
 
 def _request(
-    parsed: ParsedFields, rules: dict[str, Rule], prompts: list[GenerateBody], limit: str, default_tokens: int | None
+    parsed: ParsedFields,
+    rules: dict[str, Rule],
+    prompts: list[GenerateBody],
+    limit: str,
+    default_tokens: int | None,
+    tools: Tools = Tools(),  # noqa: B008 - frozen
 ) -> OpenAIRequest:
     values = parsed.values
     if "model" not in values:
@@ -128,40 +108,25 @@ def _request(
     if options.continuous_usage_stats:
         where = "stream_options.continuous_usage_stats"
         raise InvalidRequest(f"{where} is not supported: the usage is known at the end", param=where)
-    priority = values.get("priority", 0)
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise InvalidRequest(f"priority is {priority}, allowed: +/-{MAX_PRIORITY}", param="priority")
     params = {"temperature": 1.0, "top_p": 1.0, "skip_special_tokens": True, **parsed.params(rules)}
-    params["max_new_tokens"] = values.get(limit, default_tokens)
-    if values.get("top_k", 0) not in (0, -1):
-        params["top_k"] = values["top_k"]
-    if "seed" in values:
-        params["seed"] = _seed(values["seed"])
+    params |= {"max_new_tokens": values.get(limit, default_tokens), **shared_params(values)}
+    if tools.use is not None:
+        params["skip_special_tokens"] = False  # some models mark their calls with special tokens
     names = {**_NAMES, "max_new_tokens": limit}
-    try:
-        checked = SamplingParams.from_mapping(params)
-    except InvalidRequest as error:
-        raise _renamed(error, names) from None
+    checked = checked_params(params, names)
     check_count(len(prompts), checked.n, "prompt")
     return OpenAIRequest(
-        values["model"], prompts, checked, stream, bool(options.include_usage), priority, parsed.ignored, names
+        model=values["model"],
+        prompts=prompts,
+        params=checked,
+        stream=stream,
+        priority=check_priority(values.get("priority", 0)),
+        ignored=parsed.ignored,
+        names=names,
+        tools=tools.use,
+        include_usage=bool(options.include_usage),
+        include_reasoning=values.get("include_reasoning", True),
     )
-
-
-def _renamed(error: MiiError, names: dict[str, str]) -> MiiError:
-    if not isinstance(error, RequestError) or error.param is None:
-        return error
-    message, param = error.message, error.param
-    for ours, theirs in names.items():
-        message, param = message.replace(ours, theirs), param.replace(ours, theirs)
-    return type(error)(message, param=param, retry_after_ms=error.retry_after_ms, emitted_tokens=error.emitted_tokens)
-
-
-def _seed(seed: int) -> int:
-    """OpenAI's seeds are signed; the negative ones are mapped onto ours."""
-    if not -(2**63) <= seed < 2**63:
-        raise InvalidRequest(f"seed is {str(seed)[:40]}, allowed: -2^63 to 2^63 - 1", param="seed")
-    return seed % 2**63
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -171,6 +136,8 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not prompts:
         raise InvalidRequest("prompt is an empty list; send at least one prompt", param="prompt")
+    # Before anything is done for each of them, on the loop that serves everybody.
+    check_count(len(prompts), 1, "prompt")
     kind = type(prompts[0])
     for index, entry in enumerate(prompts):
         if type(entry) is not kind:
@@ -187,133 +154,3 @@ def _check_token_ids(token_ids: list[Any]) -> None:
         if not isinstance(token_id, int) or not 0 <= token_id <= MAX_TOKEN_ID:
             shown = str(token_id)[:40] if isinstance(token_id, int) else repr(token_id)[:40]
             raise InvalidRequest(f"prompt holds {shown}, allowed: token ids from 0", param="prompt")
-
-
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    if message.role in ("tool", "function") or message.tool_calls or message.function_call is not None:
-        raise InvalidRequest(f"{where} belongs to a tool call; tool calls are not available", param=where)
-    if message.role not in ROLES:
-        raise InvalidRequest(
-            f"{where}.role is {message.role[:40]!r}, allowed: {', '.join(ROLES)}", param=f"{where}.role"
-        )
-    if message.audio is not None:
-        raise InvalidRequest(f"{where}.audio: this server handles text only", param=f"{where}.audio")
-    content = message.content
-    if content is None and message.role != "assistant":
-        raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-    if isinstance(content, list):
-        content = "\n".join(_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.name is not None:
-        plain["name"] = message.name
-    return plain
-
-
-def _text(part: TextPart, where: str) -> str:
-    if part.type != "text":
-        raise InvalidRequest(
-            f"{where}.type is {part.type[:40]!r}; this server handles text only", param=f"{where}.type"
-        )
-    if part.text is None:
-        raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
-    return part.text
-
-
-def usage(results: Sequence[Completion | FinalBody], num_choices: int) -> dict[str, Any]:
-    """A prompt counts once, however many choices it has."""
-    firsts = results[::num_choices]
-    prompt = sum(result.prompt_length for result in firsts)
-    completion = sum(result.generated_length for result in results)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in firsts)},
-    }
-
-
-@dataclass(slots=True)
-class Envelope:
-    """What all bodies and events of one response share."""
-
-    request: OpenAIRequest
-    response_id: str
-    is_chat: bool
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def body(self, results: Sequence[Completion]) -> bytes:
-        """The answer to a request that was not streamed."""
-        return encode(
-            {
-                "id": self.response_id,
-                "object": "chat.completion" if self.is_chat else "text_completion",
-                "created": self.created,
-                "model": self.request.model,
-                "choices": [self._choice(index, result) for index, result in enumerate(results)],
-                "usage": usage(results, self.request.params.n),
-                "system_fingerprint": FINGERPRINT,
-            }
-        )
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {
-            "id": self.response_id,
-            "object": "chat.completion.chunk" if self.is_chat else "text_completion",
-            "created": self.created,
-            "model": self.request.model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": choices,
-            **more,
-        }
-
-    def _choice(self, index: int, result: Completion) -> dict[str, Any]:
-        if not self.is_chat:
-            return {
-                "index": index,
-                "text": result.text,
-                "logprobs": None,
-                "finish_reason": result.finish_reason,
-            }
-        message = {"role": "assistant", "content": result.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": result.finish_reason}
-
-
-class OpenAIEvents:
-    """Chunks of a streamed chat or completion. What does not change from chunk to chunk is encoded once."""
-
-    def __init__(self, envelope: Envelope) -> None:
-        self._envelope = envelope
-        self._more = {"usage": None} if envelope.request.include_usage else {}
-        head = encode(envelope.chunk([])).removesuffix(b"[]}")
-        opening = b'"delta":{"content":' if envelope.is_chat else b'"text":'
-        closing = b'},"logprobs":null' if envelope.is_chat else b',"logprobs":null'
-        tail = b',"usage":null}' if envelope.request.include_usage else b"}"
-        self._before_index = b'data: %b[{"index":' % head
-        self._before_text = b"," + opening
-        self._after_text = closing + b',"finish_reason":null}]' + tail + b"\n\n"
-
-    def first(self, index: int) -> bytes:
-        if not self._envelope.is_chat:
-            return b""
-        return self._event(index, None, {"role": "assistant", "content": ""})
-
-    def delta(self, index: int, text: bytes) -> bytes:
-        return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, text, self._after_text)
-
-    def last(self, index: int, final: FinalBody) -> bytes:
-        return self._event(index, final.finish_reason, {})
-
-    def end(self, finals: Sequence[FinalBody]) -> bytes:
-        if not self._envelope.request.include_usage:
-            return b""
-        chunk = self._envelope.chunk([], usage=usage(finals, self._envelope.request.params.n))
-        return b"data: %b\n\n" % encode(chunk)
-
-    def error(self, error: MiiError) -> bytes:
-        return b"data: %b\n\n" % encode(openai_error(self._envelope.request.rename(error)))
-
-    def _event(self, index: int, finish_reason: str | None, delta: dict[str, str]) -> bytes:
-        content: dict[str, Any] = {"delta": delta} if self._envelope.is_chat else {"text": ""}
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
-        return b"data: %b\n\n" % encode(self._envelope.chunk([choice], **self._more))

@@ -24,7 +24,7 @@ from mii_zmq.gateway.http_errors import JSON
 from mii_zmq.gateway.metrics import StreamClock
 from mii_zmq.gateway.middlewares import route_of
 from mii_zmq.gateway.request_body import Fields, decode_field, read_fields
-from mii_zmq.gateway.sse import encode, respond
+from mii_zmq.gateway.sse import DONE, encode, respond
 from mii_zmq.gateway.state import GATEWAY
 from mii_zmq.gateway.terms import terms_of
 from mii_zmq.protocol import GenerateBody
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mii_zmq.protocol import FinalBody
 
 _STRINGS = str | list[str] | None
-_KINDS: dict[str, Any] = {
+FIELD_KINDS: dict[str, Any] = {
     **typing.get_type_hints(SamplingParams),
     "stop": _STRINGS,
     "bad_words": _STRINGS,
@@ -79,16 +79,17 @@ def parse(fields: Fields) -> MiiRequest:
     """Raises InvalidRequest; `param` names the field."""
     values: dict[str, Any] = {}
     for name, raw in fields.items():
-        if name not in _KINDS:
-            raise unknown_field(name, _KINDS)
+        if name not in FIELD_KINDS:
+            raise unknown_field(name, FIELD_KINDS)
         if name not in IGNORED_FIELDS:
-            values[name] = decode_field(name, raw, _KINDS[name])
+            values[name] = decode_field(name, raw, FIELD_KINDS[name])
     if "prompts" not in values:
         raise InvalidRequest("prompts is missing; send a string or a list of strings", param="prompts")
     prompts = values.pop("prompts")
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
         raise InvalidRequest("prompts is an empty list; send at least one prompt", param="prompts")
+    check_count(len(prompts), 1, "prompts")
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise InvalidRequest(f"prompts holds an empty string at index {index}; send some text", param="prompts")
@@ -133,7 +134,7 @@ class MiiEvents:
         return b"data: %b\n\n" % encode(event)
 
     def end(self, finals: Sequence[FinalBody]) -> bytes:
-        return b""
+        return DONE
 
     def error(self, error: MiiError) -> bytes:
         return b"data: %b\n\n" % msgspec.json.encode({"message": error.message, "code": error.code})

@@ -2,8 +2,9 @@
 """Server-sent events: turns the deltas of one or several generations into a stream of events, one per delta.
 
 The first byte leaves with the first delta, so an error before it is an ordinary HTTP error. Afterwards an error is an
-event and the stream ends without [DONE]. Deltas that arrived together leave in one write. A reader that takes nothing
-within the gateway's write timeout is cut. Knows no door: what an event looks like is its `EventFormat`'s business.
+event and the stream ends there, without what marks a good end at its door. Deltas that arrived together leave in one
+write. A reader that takes nothing within the gateway's write timeout is cut. Knows no door: what an event looks like is
+its `EventFormat`'s business.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -56,7 +57,7 @@ class EventFormat(Protocol):
         """Choice `index` has ended."""
 
     def end(self, finals: Sequence[FinalBody]) -> bytes:
-        """All choices have ended; [DONE] follows."""
+        """All choices have ended; the last bytes of the stream."""
 
     def error(self, error: MiiError) -> bytes:
         """The stream ends here."""
@@ -83,18 +84,23 @@ class EventStream:
         if len(data) <= UNTIMED_WRITE_BYTES and transport.get_write_buffer_size() == 0:
             await self._response.write(data)
             return
-        gateway = self._request.app[GATEWAY]
-        try:
-            async with asyncio.timeout(gateway.write_timeout_s):
-                await self._response.write(data)
-        except TimeoutError:
-            transport.abort()
-            gateway.metrics.num_slow_readers += 1
-            raise ReaderGone(f"the client has not read enough for {gateway.write_timeout_s:g} s") from None
+        await self._in_time(self._response.write(data))
 
     async def finish(self) -> web.StreamResponse:
-        await self._response.write_eof()
+        """Raises as `send`."""
+        await self._in_time(self._response.write_eof())
         return self._response
+
+    async def _in_time(self, writing: Awaitable[None]) -> None:
+        gateway, transport = self._request.app[GATEWAY], self._request.transport
+        try:
+            async with asyncio.timeout(gateway.write_timeout_s):
+                await writing
+        except TimeoutError:
+            if transport is not None:
+                transport.abort()
+            gateway.metrics.num_slow_readers += 1
+            raise ReaderGone(f"the client has not read enough for {gateway.write_timeout_s:g} s") from None
 
 
 async def respond(
@@ -122,7 +128,7 @@ async def respond(
                     deployment, final.prompt_length, final.num_cached_tokens, final.generated_length
                 )
             clock.on_end()
-            await stream.send(events.end(finals) + DONE)
+            await stream.send(events.end(finals))
             return await stream.finish()
     except MiiError as error:
         return await _fail(stream, events, clock, error)

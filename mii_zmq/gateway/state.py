@@ -126,6 +126,11 @@ class Gateway:
             self._status_task.add_done_callback(_retrieve)
         return await asyncio.shield(self._status_task)
 
+    @property
+    def status_age_s(self) -> float:
+        """Of the status that was last received."""
+        return time.monotonic() - self._status_at
+
     async def _ask(self) -> BrokerStatus:
         self._status = None
         self._status = BrokerStatus.parse(await self.client.status())

@@ -21,7 +21,7 @@ PRIORITY = "X-MII-Priority"
 DEADLINE = "X-MII-Deadline-Ms"
 MAX_PRIORITY = 2**31 - 1
 MAX_DEADLINE_MS = 2**31 - 1
-_TENANT = re.compile(r"[!-~]{0,200}")
+TENANT_PATTERN = re.compile(r"[!-~]{0,200}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,12}")
 
 
@@ -47,7 +47,7 @@ class Terms:
 def terms_of(request: web.Request) -> Terms:
     """Raises InvalidRequest; `param` names the header."""
     tenant = request.headers.get(TENANT, "")
-    if not _TENANT.fullmatch(tenant):
+    if not TENANT_PATTERN.fullmatch(tenant):
         raise InvalidRequest(f"{TENANT} takes up to 200 printable ASCII characters without spaces", param=TENANT)
     priority = _integer(request, PRIORITY, -MAX_PRIORITY, MAX_PRIORITY)
     deadline_ms = _integer(request, DEADLINE, 1, MAX_DEADLINE_MS)

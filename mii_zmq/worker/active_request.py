@@ -15,6 +15,7 @@ from mii_zmq.errors import Cancelled, DeadlineExceeded, InternalError, MiiError,
 from mii_zmq.protocol import FinalBody, TokenDelta
 from mii_zmq.worker.engine_channel import OutputRow, ids_to_bytes
 from mii_zmq.worker.text import OutputProcessor, PreparedSequence
+from mii_zmq.worker.text_tasks import TextAnswer
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +43,17 @@ class ActiveRequest:
     _held_ids: list[int] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)
 
-    def prepared(self, sequence: PreparedSequence) -> str | None:
+    def prepared(self, sequence: PreparedSequence | TextAnswer) -> str | None:
         """Take over the tokenized form; replays resumed tokens.
 
-        Returns the finish reason when the resumed tokens already hold everything, so that only the end is missing.
+        Returns the finish reason when the resumed tokens already hold everything, so that only the end is missing; and
+        where there is nothing to generate.
         """
+        if isinstance(sequence, TextAnswer):
+            self.prompt_length = len(sequence.token_ids)
+            self._texts.append(sequence.text)
+            self._held_ids.extend(sequence.token_ids)
+            return "stop"
         resumed = sequence.sequence.resumed_token_ids
         self.prompt_length = sequence.prompt_length
         self._processor = sequence.output_processor()
@@ -82,12 +89,13 @@ class ActiveRequest:
 
     def final(self, reason: str) -> tuple[FinalBody, tuple[bytes, ...]]:
         """Body and raw frames of the FINAL message."""
-        assert self._processor is not None
+        processor = self._processor
         body = FinalBody(
             finish_reason=reason,
             prompt_length=self.prompt_length,
-            generated_length=self._processor.num_tokens,
+            generated_length=0 if processor is None else processor.num_tokens,
             num_cached_tokens=self.num_cached_tokens,
+            matched_stop=None if processor is None else processor.matched_stop,
         )
         if self.stream:
             return body, ()

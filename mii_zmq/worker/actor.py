@@ -18,8 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mii_zmq import transport
-from mii_zmq.errors import Cancelled, DeadlineExceeded, Draining, InternalError, MiiError, WorkerLost
+from mii_zmq.errors import Cancelled, DeadlineExceeded, Draining, InternalError, MiiError, RequestTooLarge, WorkerLost
 from mii_zmq.protocol import (
+    MAX_BODY_BYTES,
+    MAX_RAW_BYTES,
     Cancel,
     FinalHeader,
     GenerateHeader,
@@ -38,6 +40,7 @@ from mii_zmq.worker.engine_channel import LOAD_FIELDS, OutputRow, StepReport, lo
 from mii_zmq.worker.engine_handle import EngineHandle
 from mii_zmq.worker.intake import Intake
 from mii_zmq.worker.text import PreparedSequence
+from mii_zmq.worker.text_tasks import TextAnswer
 from mii_zmq.worker.watchdog import Watchdog
 
 ORDINARY_ENDS = (None, "stop", "length")
@@ -222,12 +225,7 @@ class Actor:
         return lost
 
     def _send_end(self, request: ActiveRequest, end: str | MiiError) -> None:
-        if isinstance(end, MiiError):
-            frames = encode(Verb.ERROR, request.request_id, end.to_wire())
-        else:
-            body, raw = request.final(end)
-            frames = encode(Verb.FINAL, request.request_id, FinalHeader(finish_reason=end), body, raw)
-        self.links[request.link].send(frames)
+        self.links[request.link].send(_end_frames(request, end))
 
     def _generate(self, link: BrokerLink, message: Message) -> None:
         header = parse_header(message, GenerateHeader)
@@ -249,12 +247,16 @@ class Actor:
         )
         self._by_id[key] = request
         self._idle.clear()
-        self._threads.submit(self._prepare, request, message, header)
+        try:
+            self._threads.submit(self._prepare, request, message, header)
+        except RuntimeError as error:
+            self._forget(request)
+            raise InternalError(f"the worker cannot start on this request: {error}") from None
 
     def _prepare(self, request: ActiveRequest, message: Message, header: GenerateHeader) -> None:
         """In a tokenizer thread."""
         reason: str | None = None
-        outcome: PreparedSequence | MiiError
+        outcome: PreparedSequence | TextAnswer | MiiError
         try:
             outcome = self._intake.prepare(message, header, request.seq_id)
             reason = request.prepared(outcome)
@@ -266,15 +268,19 @@ class Actor:
         self._loop.call_soon_threadsafe(self._submit, request, outcome, reason, header.deadline_ms)
 
     def _submit(
-        self, request: ActiveRequest, outcome: PreparedSequence | MiiError, reason: str | None, deadline_ms: int | None
+        self,
+        request: ActiveRequest,
+        outcome: PreparedSequence | TextAnswer | MiiError,
+        reason: str | None,
+        deadline_ms: int | None,
     ) -> None:
         if self._by_id.get((request.link, request.request_id)) is not request:
             return
         try:
             if isinstance(outcome, MiiError):
                 raise outcome
-            if reason is not None:
-                self._end_resumed(request, reason)
+            if isinstance(outcome, TextAnswer) or reason is not None:
+                self._end_resumed(request, reason or "stop")
                 return
             if deadline_ms is not None:
                 left_s = request.started + deadline_ms / 1000 - time.monotonic()
@@ -327,3 +333,15 @@ class Actor:
         if not self._by_id:
             self._idle.set()
         return self._by_seq.pop(request.seq_id, None) is not None
+
+
+def _end_frames(request: ActiveRequest, end: str | MiiError) -> list[bytes]:
+    """The terminal message; a FINAL that is larger than the protocol allows would cost the group its registration."""
+    if not isinstance(end, MiiError):
+        body, raw = request.final(end)
+        frames = encode(Verb.FINAL, request.request_id, FinalHeader(finish_reason=end), body, raw)
+        if len(frames[4]) <= MAX_BODY_BYTES and sum(map(len, raw)) <= MAX_RAW_BYTES:
+            return frames
+        text = "the answer is larger than a message may be; ask for less of it, or have it streamed"
+        end = request.with_progress(RequestTooLarge(text))
+    return encode(Verb.ERROR, request.request_id, end.to_wire())

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat messages to prompt text: checks the messages, then renders the checkpoint's Jinja template in a sandbox.
+"""Chat messages to prompt text: renders the checkpoint's Jinja template in a sandbox.
 
 Templates come with checkpoints and are not trusted: no attribute access to Python internals, no mutation of what they
-are given, only plain strings, lists and dicts as input, a limit on the output. Requests cannot bring a template or
-variables of their own. Rendered text already holds its special tokens, so it is encoded without adding any.
+are given, only plain strings, lists and dicts as input, a limit on the output. Requests cannot bring a template; their
+variables are plain values (`chat_messages`). Rendered text already holds its special tokens, so it is encoded without
+adding any. What a template says of the model's habits (how it writes tool calls, whether it opens its reasoning) is
+found here too.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -20,35 +23,81 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mii_zmq.config import MAX_BODY_BYTES
 from mii_zmq.errors import InvalidRequest
-from mii_zmq.sampling_params import check_text, unknown_field
+from mii_zmq.sampling_params import check_text
 from mii_zmq.tokenizer import TextTokenizer
+from mii_zmq.worker.chat_messages import check_messages, check_tools, check_variables
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGE_FIELDS = ("role", "content", "name")
-MAX_MESSAGES = 4096
 MAX_RENDERED_CHARS = 2 * MAX_BODY_BYTES
+_OPEN_REASONING = re.compile(r"<think>\s*\Z")
+_TOOL_MARKS = (
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3"),
+    ("Environment: ipython", "llama3"),
+)
 
 
-def render_chat(tokenizer: TextTokenizer, messages: Any, add_generation_prompt: bool = True) -> str:
+def render_chat(
+    tokenizer: TextTokenizer,
+    messages: Any,
+    add_generation_prompt: bool = True,
+    *,
+    tools: Any = None,
+    variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+) -> str:
     """The prompt text of a conversation.
+
+    `variables`: more of them for the template, such as enable_thinking. `continue_final_message`: the prompt ends with
+    the content of the last message, which the model goes on with.
 
     Raises:
         InvalidRequest: malformed messages (`param` names the place), no template, or a template that refuses them.
     """
     checked = check_messages(messages)
-    if tokenizer.chat_template is None:
+    found = check_tools(tools)
+    own = check_variables(dict(variables or {}), tokenizer.special_tokens)
+    source = tokenizer.tool_chat_template if found and tokenizer.tool_chat_template else tokenizer.chat_template
+    if source is None:
         raise InvalidRequest("this model has no chat template; send a prompt instead of messages", param="messages")
+    if found and "tools" not in source:
+        raise InvalidRequest(
+            "this model's chat template knows no tools; take a model that does, or send tool_choice 'none'",
+            param="tools",
+        )
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest("continue_final_message needs add_generation_prompt false", param="continue_final_message")
+    # Special tokens that the checkpoint lacks stay undefined, as templates test for them.
+    text = _render(
+        source,
+        messages=checked,
+        tools=found,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **tokenizer.special_tokens,
+        **own,
+    )
+    if continue_final_message:
+        text = _cut_behind_last(text, checked[-1])
+    return check_text(text, "messages")
+
+
+def open_reasoning(prompt: str) -> str:
+    """The opening tag with which the prompt ends, spaces behind it included; empty if it ends otherwise."""
+    found = _OPEN_REASONING.search(prompt, max(0, len(prompt) - 64))
+    return found.group() if found else ""
+
+
+def tool_format_of(tokenizer: TextTokenizer) -> str | None:
+    """How the model writes tool calls, by the marks in its templates; None: they hold none that is known."""
+    source = f"{tokenizer.tool_chat_template or ''}{tokenizer.chat_template or ''}"
+    return next((tool_format for mark, tool_format in _TOOL_MARKS if mark in source), None)
+
+
+def _render(source: str, **variables: Any) -> str:
     pieces, num_chars = [], 0
     try:
-        template = _compile(tokenizer.chat_template)
-        # Special tokens that the checkpoint lacks stay undefined, as templates test for them.
-        for piece in template.generate(
-            messages=checked,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **tokenizer.special_tokens,
-        ):
+        for piece in _compile(source).generate(**variables):
             num_chars += len(piece)
             if num_chars > MAX_RENDERED_CHARS:
                 raise InvalidRequest(
@@ -62,68 +111,19 @@ def render_chat(tokenizer: TextTokenizer, messages: Any, add_generation_prompt: 
         jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError
     ) as error:  # fmt: skip
         raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
-    return check_text("".join(pieces), "messages")
+    return "".join(pieces)
 
 
-def check_messages(messages: Any) -> list[dict[str, str]]:
-    """Validate messages; content given as a list of text parts becomes one string, a part per line.
-
-    Raises:
-        InvalidRequest: `param` names the place, e.g. `messages[2].content`.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise _refused("messages", f"must be a list of messages, got {_kind(messages)}")
-    if not 0 < len(messages) <= MAX_MESSAGES:
-        raise _refused("messages", f"holds {len(messages)} messages, allowed: 1 to {MAX_MESSAGES}")
-    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _check_message(message: Any, where: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise _refused(where, f"must be an object with role and content, got {_kind(message)}")
-    present = {name: value for name, value in message.items() if value is not None}
-    for name in present:
-        if name not in MESSAGE_FIELDS:
-            raise InvalidRequest(f"{where}: {unknown_field(str(name), MESSAGE_FIELDS)}", param=f"{where}.{name}")
-    role = present.get("role")
-    if role not in ROLES:
-        shown = repr(role)[:60] if isinstance(role, str) else "missing" if role is None else _kind(role)
-        raise _refused(f"{where}.role", f"is {shown}, allowed: {', '.join(ROLES)}")
-    checked = {"role": role, "content": _check_content(present.get("content"), f"{where}.content")}
-    if "name" in present:
-        if not isinstance(present["name"], str):
-            raise _refused(f"{where}.name", f"must be a string, got {_kind(present['name'])}")
-        checked["name"] = check_text(present["name"], f"{where}.name")
-    return checked
-
-
-def _check_content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return check_text(content, where)
-    if content is None:
-        raise _refused(where, "is missing")
-    if not isinstance(content, (list, tuple)):
-        raise _refused(where, f"must be a string or a list of text parts, got {_kind(content)}")
-    texts = []
-    for index, part in enumerate(content):
-        place = f"{where}[{index}]"
-        if not isinstance(part, dict):
-            raise _refused(place, f"must be an object with type and text, got {_kind(part)}")
-        if part.get("type") != "text":
-            raise _refused(f"{place}.type", f"is {str(part.get('type'))[:60]!r}; this model takes only text parts")
-        if not isinstance(part.get("text"), str):
-            raise _refused(f"{place}.text", f"must be a string, got {_kind(part.get('text'))}")
-        texts.append(check_text(part["text"], f"{place}.text"))
-    return "\n".join(texts)
-
-
-def _refused(where: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{where} {reason}", param=where)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+def _cut_behind_last(text: str, message: Mapping[str, Any]) -> str:
+    """The rendered text up to the end of the last message's content."""
+    content = message["content"].strip()
+    start = text.rfind(content) if content else -1
+    if start < 0:
+        raise InvalidRequest(
+            "the last message cannot be continued: it is empty, or the chat template does not write it as it is",
+            param="messages",
+        )
+    return text[: start + len(content)]
 
 
 @functools.lru_cache(maxsize=16)

@@ -135,6 +135,8 @@ class StopMatcher:
         self._state = 0
         self._held = ""
         self.matched = False
+        self.matched_stop: str | None = None
+        """Which one was found."""
 
     def _insert(self, stop: str) -> None:
         state = 0
@@ -174,9 +176,9 @@ class StopMatcher:
             state = self._advance(state, char)
             if self._match[state]:
                 self.matched = True
-                kept = (self._held + text[: index + 1])[: -self._match[state]]
-                self._held = ""
-                return kept
+                whole, self._held = self._held + text[: index + 1], ""
+                self.matched_stop = whole[-self._match[state] :]
+                return whole[: -self._match[state]]
         self._state = state
         text = self._held + text
         cut = len(text) - self._depth[state]

@@ -16,6 +16,7 @@ from mii_zmq.tokenizer import TextTokenizer
 from mii_zmq.worker.engine_channel import ids_from_bytes
 from mii_zmq.worker.plan import EngineLimits
 from mii_zmq.worker.text import PreparedSequence, PromptInput, build_sequence
+from mii_zmq.worker.text_tasks import TextAnswer, answer_text_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class Intake:
     tokenizer: TextTokenizer
     limits: EngineLimits
 
-    def prepare(self, message: Message, header: GenerateHeader, seq_id: int) -> PreparedSequence:
-        """Validate and tokenize one request.
+    def prepare(self, message: Message, header: GenerateHeader, seq_id: int) -> PreparedSequence | TextAnswer:
+        """Validate and tokenize one request; what needs no engine is answered here.
 
         Raises:
             RequestError, ProtocolError: what is wrong with the request, naming the field.
@@ -45,7 +46,15 @@ class Intake:
             messages=body.messages,
             add_special_tokens=body.add_special_tokens,
             add_generation_prompt=body.add_generation_prompt,
+            tools=body.tools,
+            chat_template_kwargs=body.chat_template_kwargs,
+            continue_final_message=body.continue_final_message,
+            return_reasoning_start=body.return_reasoning_start,
         )
+        if body.task != "generate":
+            if header.stream:
+                raise InvalidRequest(f"the task {body.task!r} has one answer; leave stream out", param="stream")
+            return answer_text_task(self.tokenizer, self.limits, body.task, prompt)
         return build_sequence(
             self.tokenizer,
             self.limits,

@@ -10,14 +10,14 @@ unstreamed answer are the same text and a resumed sequence continues exactly whe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mii_zmq.errors import InvalidRequest, PromptTooLong, RequestError
 from mii_zmq.sampling_params import SamplingParams, check_text, check_vocabulary
 from mii_zmq.tokenizer import HfTokenizer, TextTokenizer
-from mii_zmq.worker.chat_template import render_chat
+from mii_zmq.worker.chat_template import open_reasoning, render_chat
 from mii_zmq.worker.detokenizer import TAIL_TOKENS, Detokenizer, StopMatcher
 from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest
 
@@ -33,6 +33,14 @@ class PromptInput:
     """With text: begin-of-sequence and the like, as the tokenizer has them."""
     add_generation_prompt: bool = True
     """With messages: end with the opening of an assistant message."""
+    tools: Any = None
+    """With messages: functions that the model may call, for the template."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """With messages: more variables for the template."""
+    continue_final_message: bool = False
+    """With messages: end within the last one, for the model to go on with."""
+    return_reasoning_start: bool = False
+    """Where the prompt ends with an opening <think>, the output's text begins with it."""
 
 
 @dataclass(slots=True)
@@ -44,6 +52,8 @@ class PreparedSequence:
     prompt_text: str | None
     """None where the prompt came as token ids."""
     tokenizer: TextTokenizer
+    lead: str = ""
+    """Text of the prompt that the output's text begins with."""
 
     @property
     def prompt_length(self) -> int:
@@ -58,6 +68,7 @@ class PreparedSequence:
             prompt_text=self.prompt_text,
             stop_token_ids=self.sequence.sampling.stop_token_ids,
             max_new_tokens=self.sequence.max_new_tokens,
+            lead=self.lead,
         )
 
 
@@ -101,11 +112,17 @@ def build_sequence(
         deadline_s=deadline_s,
         cache_salt=cache_salt,
     )
-    return PreparedSequence(sequence, params, prompt_text, tokenizer)
+    lead = open_reasoning(prompt_text) if prompt.return_reasoning_start and prompt_text is not None else ""
+    return PreparedSequence(sequence, params, prompt_text, tokenizer, lead)
 
 
-def encode_prompt(tokenizer: TextTokenizer, limits: EngineLimits, prompt: PromptInput) -> tuple[list[int], str | None]:
-    """The prompt's ids, and its text unless it came as ids. Raises as `build_sequence`."""
+def encode_prompt(
+    tokenizer: TextTokenizer, limits: EngineLimits, prompt: PromptInput, *, must_fit: bool = True
+) -> tuple[list[int], str | None]:
+    """The prompt's ids, and its text unless it came as ids.
+
+    Raises as `build_sequence`; PromptTooLong only where it `must_fit` the context.
+    """
     forms = [form for form in (prompt.text, prompt.token_ids, prompt.messages) if form is not None]
     if len(forms) != 1:
         raise InvalidRequest(
@@ -115,18 +132,31 @@ def encode_prompt(tokenizer: TextTokenizer, limits: EngineLimits, prompt: Prompt
         token_ids = _check_token_ids(prompt.token_ids, limits.vocab_size, "prompt_token_ids")
         if not token_ids:
             raise InvalidRequest("prompt_token_ids is empty; send at least one token", param="prompt_token_ids")
-        _check_context(len(token_ids), limits, "prompt_token_ids")
+        if must_fit:
+            _check_context(len(token_ids), limits, "prompt_token_ids")
         return token_ids, None
     if prompt.messages is not None:
-        param, text = "messages", render_chat(tokenizer, prompt.messages, prompt.add_generation_prompt)
+        param, text = (
+            "messages",
+            render_chat(
+                tokenizer,
+                prompt.messages,
+                prompt.add_generation_prompt,
+                tools=prompt.tools,
+                variables=prompt.chat_template_kwargs,
+                continue_final_message=prompt.continue_final_message,
+            ),
+        )
     else:
         param, text = "prompt", _check_prompt_text(prompt.text)
-    _check_characters(tokenizer, len(text), limits, param)
+    if must_fit:
+        _check_characters(tokenizer, len(text), limits, param)
     # A chat template writes its own special tokens.
     token_ids = tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens and prompt.messages is None)
     if not token_ids:
         raise InvalidRequest(f"{param} gives no tokens; send some text", param=param)
-    _check_context(len(token_ids), limits, param)
+    if must_fit:
+        _check_context(len(token_ids), limits, param)
     if max(token_ids) >= limits.vocab_size:
         raise InvalidRequest(
             f"{param} contains a token ({max(token_ids)}) that the tokenizer knows but the model does not", param=param
@@ -156,7 +186,7 @@ class OutputProcessor:
 
     The text of an end-of-sequence or stop id that ends the sequence is dropped, though the token is counted. Stop
     strings match only in text from tokens after the first `min_new_tokens`, and not at all with `ignore_eos`. With
-    `return_full_text` the prompt's text comes first.
+    `return_full_text` the prompt's text comes first, else `lead`.
     """
 
     def __init__(
@@ -168,13 +198,14 @@ class OutputProcessor:
         prompt_text: str | None = None,
         stop_token_ids: Sequence[int] = (),
         max_new_tokens: int | None = None,
+        lead: str = "",
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids[-TAIL_TOKENS:], params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop) if params.stop and not params.ignore_eos else None
         self._min_new_tokens = params.min_new_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_new_tokens = max_new_tokens
-        self._lead = ""
+        self._lead = lead
         if params.return_full_text:
             self._lead = prompt_text if prompt_text is not None else tokenizer.decode(
                 prompt_token_ids, params.skip_special_tokens
@@ -182,6 +213,11 @@ class OutputProcessor:
         self.num_tokens = 0
         """Output tokens consumed so far: the generated length, the ending token included."""
         self.finish_reason: str | None = None
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the sequence."""
+        return None if self._matcher is None else self._matcher.matched_stop
 
     def push(self, token_ids: Sequence[int], engine_finish_reason: str | None = None) -> tuple[str, str | None, int]:
         """Take one step's tokens; returns (new text, finish reason or None, how many of the tokens were used).

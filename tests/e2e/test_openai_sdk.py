@@ -71,6 +71,51 @@ def test_completions(client: openai.OpenAI) -> None:
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
 
 
+def test_a_group_says_how_its_model_writes_calls(stack: Stack) -> None:
+    info = stack.groups_status()["g"]["info"]
+    assert info["tool_format"] is None  # the template of the fake tokenizer has no marks
+
+
+def test_tools_reach_the_prompt(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    plain = client.chat.completions.create(model="m", messages=messages, max_tokens=4)
+    offered = client.chat.completions.create(model="m", messages=messages, max_tokens=4, tools=tools)
+    assert plain.usage is not None
+    assert offered.usage is not None
+    assert offered.usage.prompt_tokens > plain.usage.prompt_tokens + len("weather")
+    hidden = client.chat.completions.create(model="m", messages=messages, max_tokens=4, tools=tools, tool_choice="none")
+    assert hidden.usage is not None
+    assert hidden.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+def test_reasoning_that_the_prompt_has_opened(client: openai.OpenAI) -> None:
+    asked = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>"}],
+        "max_tokens": 9,
+        "temperature": 0,
+        "extra_body": {"continue_final_message": True},
+    }
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert message.content is None
+    assert message.reasoning_content
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == message.reasoning_content
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    whole = client.responses.create(model="m", input="Hi", instructions="Be brief.", temperature=0, max_output_tokens=9)
+    assert whole.status in ("completed", "incomplete")
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 9
+    with client.responses.stream(
+        model="m", input="Hi", instructions="Be brief.", temperature=0, max_output_tokens=9
+    ) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+
+
 def test_errors_arrive_as_the_package_expects(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="nobody"):
         client.completions.create(model="nobody", prompt="a")

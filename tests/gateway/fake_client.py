@@ -48,14 +48,22 @@ class FakeGeneration:
             self._deltas.append(TokenDelta(self.request_id, offset, offset, token_ids, text.encode(), None))
         self._changed.set()
 
-    def finish(self, finish_reason: str = "length", *, num_cached_tokens: int = 0) -> None:
+    def finish(
+        self, finish_reason: str = "length", *, num_cached_tokens: int = 0, matched_stop: str | None = None
+    ) -> None:
         self.final = FinalBody(
             finish_reason=finish_reason,
             prompt_length=self.prompt_length,
             generated_length=len(self.texts),
             num_cached_tokens=num_cached_tokens,
+            matched_stop=matched_stop,
         )
         self._changed.set()
+
+    @property
+    def has_deltas(self) -> bool:
+        """The reader has not taken all."""
+        return bool(self._deltas)
 
     def fail(self, error: MiiError) -> None:
         self._error = error
@@ -98,6 +106,7 @@ class FakeGeneration:
             prompt_length=self.final.prompt_length,
             generated_length=self.final.generated_length,
             num_cached_tokens=self.final.num_cached_tokens,
+            matched_stop=self.final.matched_stop,
         )
 
 
@@ -119,6 +128,7 @@ class FakeClient:
         self.is_connected = False
         self.is_closed = False
         self.has_broker = True
+        self.tool_format: str | None = None
         self._new: asyncio.Queue[FakeGeneration] = asyncio.Queue()
 
     async def connect(self, timeout_s: float = 10.0) -> None:
@@ -156,7 +166,13 @@ class FakeClient:
         if not self.is_connected:
             raise BrokerUnavailable("no broker answers")
         load = {"running": 3, "waiting": 1, "used_blocks": 16, "total_blocks": 64, "generated_tokens": 50}
-        group = {"state": "ready", "max_model_len": 2048, "heartbeat_age_ms": 100, "load": load, "info": {"pid": 1}}
+        group = {
+            "state": "ready",
+            "max_model_len": 2048,
+            "heartbeat_age_ms": 100,
+            "load": load,
+            "info": {"pid": 1, "tool_format": self.tool_format},
+        }
         return {
             "epoch": bytes(16),
             "is_draining": False,

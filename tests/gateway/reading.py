@@ -25,6 +25,18 @@ async def read_chunks(response: aiohttp.ClientResponse) -> list[dict[str, Any]]:
     return [json.loads(chunk) for chunk in chunks]
 
 
+async def read_named_events(response: aiohttp.ClientResponse) -> list[dict[str, Any]]:
+    """The decoded events of a stream whose events have names; each bears its own as `type`."""
+    text = (await response.read()).decode()
+    assert text.endswith("\n\n")
+    events = []
+    for event in text[:-2].split("\n\n"):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
 async def post(http: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, Any]:
     """Status and decoded body."""
     async with http.post(path, json=body) as response:

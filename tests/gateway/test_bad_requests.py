@@ -48,6 +48,13 @@ DOORS = [
         {"model": "fake", "messages": [{"role": "user", "content": "a b"}]},
         "max_completion_tokens",
     ),
+    Door("/v1/responses", "input", {"model": "fake", "input": "a b"}, "max_output_tokens"),
+    Door(
+        "/v1/messages",
+        "messages",
+        {"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": "a b"}]},
+        "max_tokens",
+    ),
 ]
 
 BAD_FIELDS = [
@@ -81,7 +88,12 @@ async def check_refusal(response: aiohttp.ClientResponse, door: Door, status: in
     assert 400 <= response.status < 500, body
     assert status is None or response.status == status
     assert response.headers["Content-Type"] == "application/json"
-    if door.path.startswith("/v1/"):
+    if door.path == "/v1/messages":
+        assert body["type"] == "error"
+        error = body["error"]
+        assert sorted(error) == ["message", "type"]
+        assert error["type"] == ("request_too_large" if response.status == 413 else "invalid_request_error")
+    elif door.path.startswith("/v1/"):
         error = body["error"]
         assert sorted(error) == ["code", "message", "param", "type"]
         assert error["type"] == "invalid_request_error"

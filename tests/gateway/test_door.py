@@ -126,3 +126,17 @@ async def test_only_idle_connections_are_closed(door: Door, broker: FakeClient) 
     assert b" 200 OK" in await busy_reader.readuntil(b"\r\n\r\n")
     for writer in (idle, half, busy):
         writer.close()
+
+
+async def test_a_request_that_came_behind_another_one_is_no_idle_connection(door: Door, broker: FakeClient) -> None:
+    broker.answer = lambda generation: None
+    reader, writer = await asyncio.open_connection(*address_of(door))
+    head = b"POST /mii/fake HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 16\r\n\r\n"
+    writer.write(REQUEST + head + b'{"prompts": "a"}')
+    assert b" 200 OK" in await reader.readuntil(b"\r\n\r\n")
+    generation = await broker.next_generation()
+    door.close_idle()
+    generation.finish()
+    async with asyncio.timeout(PATIENCE_S):
+        await reader.readuntil(b" 200 OK")
+    writer.close()

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from mii_zmq.errors import InvalidRequest, PromptTooLong, WorkerLost
-from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS, Ignored, Refused
+from mii_zmq.gateway.field_rules import Ignored, Refused
+from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from mii_zmq.gateway.openai_schemas import parse_chat, parse_completion
 from mii_zmq.gateway.request_body import split_fields
 from tests.gateway.fake_client import FakeClient, FakeGeneration
@@ -174,6 +175,13 @@ def test_bad_prompts_are_refused(prompt: Any) -> None:
     assert (caught.value.param or "").startswith("prompt")
 
 
+def test_what_is_too_much_is_refused_before_it_is_looked_at() -> None:
+    with pytest.raises(InvalidRequest, match="the limit is 1024"):
+        parse({"prompt": [[1]] * 1024 + [[]]}, is_chat=False)
+    with pytest.raises(InvalidRequest, match="the limit is 4096"):
+        parse({"messages": CHAT["messages"] * 4096 + [{"role": "king"}]})
+
+
 def test_messages_become_plain_role_and_text() -> None:
     messages = [
         {"role": "developer", "content": "be kind"},
@@ -183,7 +191,7 @@ def test_messages_become_plain_role_and_text() -> None:
     assert parse({"messages": messages}).bodies()[0].messages == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "a\nb", "name": "ann"},
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
     ]
 
 
@@ -200,8 +208,9 @@ def test_messages_become_plain_role_and_text() -> None:
             "messages[1].content[0].type",
         ),
         ({"role": "user", "content": "x", "colour": "red"}, "messages[1]"),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[1]"),
-        ({"role": "assistant", "tool_calls": [{}]}, "messages[1]"),
+        ({"role": "function", "content": "x", "name": "f"}, "messages[1]"),
+        ({"role": "tool", "content": "x"}, "messages[1].tool_call_id"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[1].tool_calls[0]"),
     ],
 )
 def test_bad_messages_are_refused_by_place(message: dict[str, Any], param: str) -> None:
@@ -230,7 +239,7 @@ def test_every_field_of_the_table(rules: dict[str, Any], is_chat: bool) -> None:
     "fields",
     [
         {"logprobs": True}, {"logit_bias": {"5": 1}}, {"response_format": {"type": "json_schema"}}, {"top_logprobs": 2},
-        {"tools": [{"type": "function"}]}, {"functions": [{}]}, {"best_of": 2}, {"guided_json": {}},
+        {"functions": [{}]}, {"best_of": 2}, {"guided_json": {}},
         {"structured_outputs": {"json": {}}}, {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         {"stream": True, "stream_options": {"colour": 1}}, {"echo": True}, {"priority": 2**40},
@@ -243,11 +252,11 @@ def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any]) -> None:
 
 
 async def test_ignored_fields_are_listed(http: aiohttp.ClientSession) -> None:
-    extra = {"user": "u\r\nX-Evil: 1", "metadata": {"a": "b"}, "logprobs": False, "parallel_tool_calls": True}
+    extra = {"user": "u\r\nX-Evil: 1", "metadata": {"a": "b"}, "logprobs": False, "prediction": {}}
     for stream in (False, True):
         async with http.post("/v1/chat/completions", json={**CHAT, **extra, "stream": stream}) as response:
             assert response.status == 200
-            assert response.headers["x-ignored-fields"] == "user, metadata, logprobs, parallel_tool_calls"
+            assert response.headers["x-ignored-fields"] == "user, metadata, logprobs, prediction"
     async with http.post("/v1/chat/completions", json=CHAT) as response:
         assert "x-ignored-fields" not in response.headers
 

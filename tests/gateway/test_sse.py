@@ -128,6 +128,31 @@ async def test_a_reader_that_does_not_read_is_cut(
     assert (await post(http, "/mii/fake", {"prompts": "a"}))[0] == 200
 
 
+async def test_a_reader_that_stops_before_the_last_bytes_is_cut(
+    address: tuple[str, int], by_hand: FakeClient, gateway: Gateway
+) -> None:
+    gateway.write_timeout_s = 0.1
+    body = json.dumps({"prompts": "a", "stream": True}).encode()
+    head = b"POST /mii/fake HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(address)
+        reader.sendall(head % len(body) + body)
+        generation = await by_hand.next_generation()
+        assert gateway.door is not None
+        (transport,) = gateway.door.connections
+        assert isinstance(transport, asyncio.Transport)
+        async with asyncio.timeout(PATIENCE_S):
+            # As much as fits into the buffers and no more, so that only the last write has to wait.
+            while transport.get_write_buffer_size() <= transport.get_write_buffer_limits()[1]:
+                generation.push("x" * 1000)
+                while generation.has_deltas:
+                    await asyncio.sleep(0)
+            generation.finish()
+            assert await gateway.drain(PATIENCE_S)
+    assert gateway.metrics.num_slow_readers == 1
+
+
 async def test_draining_refuses_new_requests_and_finishes_running_ones(
     http: aiohttp.ClientSession, by_hand: FakeClient, gateway: Gateway
 ) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.tokenizer import FakeTokenizer
-from mii_zmq.worker.chat_template import MAX_RENDERED_CHARS, check_messages, render_chat
+from mii_zmq.worker.chat_messages import check_messages
+from mii_zmq.worker.chat_template import MAX_RENDERED_CHARS, open_reasoning, render_chat, tool_format_of
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHATML = (
@@ -110,10 +111,101 @@ def test_messages_are_normalised() -> None:
         ([{"role": "user", "content": "a\ud800"}], "messages[0].content"),
         ([{"role": "user", "content": "a", "contnet": "b"}], "messages[0].contnet"),
         ([{"role": "user", "content": "a", "name": 1}], "messages[0].name"),
+        ([{"role": "tool", "content": "a", "tool_call_id": 1}], "messages[0].tool_call_id"),
+        ([{"role": "assistant", "content": "", "tool_calls": []}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
 )
 def test_malformed_messages_name_the_place(messages: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_messages(messages)
+    assert caught.value.param == param
+    assert len(caught.value.message) < 300
+
+
+QWEN = (
+    "{% if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '</tools>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls %}{{ '<tool_call>' + call.function.arguments | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>\n' }}{% endif %}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+
+
+def test_tools_and_calls_reach_the_template() -> None:
+    conversation = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "hm"},
+        {"role": "tool", "content": "42", "tool_call_id": "1", "name": "f"},
+    ]
+    text = render_chat(with_template(QWEN), conversation, tools=[TOOL], variables={"enable_thinking": False})
+    assert text == (
+        '<tools>{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}</tools>\n'
+        "<|im_start|>user\nhello<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>{"x": "é"}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "<tools>" not in render_chat(with_template(QWEN), HELLO, tools=[])
+    with pytest.raises(InvalidRequest, match="knows no tools"):
+        render_chat(with_template(CHATML), HELLO, tools=[TOOL])
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    tokenizer = with_template("plain")
+    tokenizer.tool_chat_template = "{{ tools[0].function.name }}"
+    assert render_chat(tokenizer, HELLO) == "plain"
+    assert render_chat(tokenizer, HELLO, tools=[TOOL]) == "f"
+
+
+def test_reasoning_that_the_prompt_opens() -> None:
+    assert open_reasoning(render(QWEN)) == "<think>\n"
+    assert open_reasoning(render_chat(with_template(QWEN), HELLO, variables={"enable_thinking": False})) == ""
+    assert open_reasoning("<think>\n\n</think>\n\n") == ""
+
+
+def test_the_last_message_can_be_continued() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Sure, "}]
+    text = render_chat(with_template(CHATML), messages, False, continue_final_message=True)
+    assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nSure,"
+    for content, template in (("", CHATML), ("Sure", "{{ messages[0].content }}")):
+        messages[-1]["content"] = content
+        with pytest.raises(InvalidRequest, match="cannot be continued"):
+            render_chat(with_template(template), messages, False, continue_final_message=True)
+    with pytest.raises(InvalidRequest, match="add_generation_prompt false"):
+        render_chat(with_template(CHATML), messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format"),
+    [(QWEN, "hermes"), ("x[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3"), ("Environment: ipython", "llama3"),
+     (CHATML, None), (None, None)],
+)  # fmt: skip
+def test_how_a_model_writes_calls(template: str | None, tool_format: str | None) -> None:
+    assert tool_format_of(with_template(template)) == tool_format
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [TOOL] * 1025}, "tools"),
+        ({"tools": [TOOL, {"type": "function"}]}, "tools[1]"),
+        ({"variables": {"messages": 1}}, "chat_template_kwargs"),
+        ({"variables": {"bos_token": "x"}}, "chat_template_kwargs"),
+        ({"variables": {"_x": 1}}, "chat_template_kwargs"),
+        ({"variables": {"x": [1]}}, "chat_template_kwargs.x"),
+        ({"variables": {"x": "y" * 9000}}, "chat_template_kwargs.x"),
+        ({"variables": {f"x{i}": 1 for i in range(40)}}, "chat_template_kwargs"),
+    ],
+)
+def test_malformed_tools_and_variables_name_the_place(more: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        render_chat(with_template(CHATML, bos_token="<s>"), HELLO, **more)
     assert caught.value.param == param
     assert len(caught.value.message) < 300

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ def test_generation_prompt_can_be_left_out() -> None:
     assert bare is not None
     assert whole.startswith(bare)
     assert len(whole) > len(bare)
+
+
+def test_all_that_a_template_takes_is_handed_to_it() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+    body = {
+        "messages": messages,
+        "add_generation_prompt": False,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "continue_final_message": True,
+        "return_reasoning_start": True,
+    }
+    intake = Intake(MarkingTokenizer(), replace(LIMITS, max_model_len=512, num_blocks=64))
+    message = decode(encode(Verb.GENERATE, bytes(16), {"deployment": "d"}, body))
+    prepared = intake.prepare(message, GenerateHeader(deployment="d"), seq_id=3)
+    tools = 'tools: [{"type": "function", "function": {"name": "f"}}]'
+    assert prepared.prompt_text == f"{tools}\nuser: hi\nassistant: so"
+    assert prepared.lead == ""
 
 
 @pytest.mark.parametrize("extra", [{}, {"add_special_tokens": False}])

@@ -266,6 +266,28 @@ def test_full_text_starts_with_the_prompt_once() -> None:
     assert from_ids.push(list(b"a")) == ("ids a", None, 1)
 
 
+def test_the_stop_string_that_ended_the_sequence_is_known() -> None:
+    processor = OutputProcessor(FAKE, SamplingParams.from_mapping({"stop": ["yz", "never"]}), lead="<think>")
+    assert processor.push(list(b"x")) == ("<think>x", None, 1)
+    assert processor.matched_stop is None
+    assert processor.push(list(b"yz")) == ("", "stop", 2)
+    assert processor.matched_stop == "yz"
+    assert OutputProcessor(FAKE, SamplingParams()).matched_stop is None
+
+
+def test_the_output_begins_with_reasoning_that_the_prompt_has_opened() -> None:
+    tokenizer = FakeTokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}<think>{{ '\\n' }}"
+    messages = [{"role": "user", "content": "hi"}]
+    for wanted, lead in ((True, "<think>\n"), (False, "")):
+        prompt = PromptInput(messages=messages, return_reasoning_start=wanted)
+        prepared = build_sequence(tokenizer, limits(), SamplingParams(), bytes(16), prompt)
+        assert prepared.output_processor().push(list(b"a")) == (f"{lead}a", None, 1)
+        resumed = prepared.output_processor()
+        resumed.replay(list(b"a"))
+        assert resumed.push(list(b"b")) == ("b", None, 1)
+
+
 def test_replay_says_when_only_the_end_is_missing() -> None:
     def replay(token_ids: list[int], **options: Any) -> str | None:
         return build("p", max_new_tokens=4, **options).output_processor().replay(token_ids)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's results as OpenAI's Responses: a body, or the events from response.created to response.completed. Pure.
+
+Both come from the same items, written as the answer is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mii_zmq.gateway.answers import AnswerReader, Call, Part
+from mii_zmq.gateway.http_errors import openai_error
+from mii_zmq.gateway.sse import encode
+from mii_zmq.gateway.tool_formats import ToolFormat
+
+if TYPE_CHECKING:
+    from mii_zmq.client import Completion, Generation
+    from mii_zmq.errors import MiiError
+    from mii_zmq.gateway.responses_schemas import ResponsesRequest
+    from mii_zmq.protocol import FinalBody
+
+Event = dict[str, Any]
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_PREFIXES = {"message": "msg", "reasoning": "rs"}
+
+
+class ItemWriter:
+    """Turns the parts of an answer into output items and the events that announce them."""
+
+    def __init__(self, response_id: str, include_reasoning: bool) -> None:
+        self._response_id = response_id
+        self._include_reasoning = include_reasoning
+        self._kind: str | None = None
+        """Of the item that is open: message or reasoning."""
+        self._texts: list[str] = []
+        self.items: list[dict[str, Any]] = []
+        """Those that are closed."""
+
+    def write(self, parts: Iterable[Part]) -> list[Event]:
+        events: list[Event] = []
+        for part in parts:
+            if isinstance(part, Call):
+                events += [*self.close(), *self._function_call(part)]
+            elif isinstance(part, str):
+                events += self._some("message", part)
+            elif self._include_reasoning:
+                events += self._some("reasoning", part.text)
+        return events
+
+    def close(self, status: str = "completed") -> list[Event]:
+        """End the item that is open."""
+        if self._kind is None:
+            return []
+        text, kind = "".join(self._texts), self._kind
+        part, item = self._part(kind, text), self._item(kind, status)
+        item["content"] = [part]
+        name = _PARTS[kind]
+        place = self._place(content_index=0)
+        done: Event = {"type": f"response.{name}.done", **place, "text": text}
+        if kind == "message":
+            done["logprobs"] = []
+        events = [
+            done,
+            {"type": "response.content_part.done", **place, "part": part},
+            {"type": "response.output_item.done", "output_index": len(self.items), "item": item},
+        ]
+        self.items.append(item)
+        self._kind, self._texts = None, []
+        return events
+
+    def _some(self, kind: str, text: str) -> list[Event]:
+        events = []
+        if self._kind != kind:
+            events = self.close()
+            self._kind = kind
+            item = self._item(kind, "in_progress")
+            part = {"type": "response.content_part.added", **self._place(content_index=0)}
+            events += [self._added(item), part | {"part": self._part(kind, "")}]
+        self._texts.append(text)
+        delta: Event = {"type": f"response.{_PARTS[kind]}.delta", **self._place(content_index=0), "delta": text}
+        if kind == "message":
+            delta["logprobs"] = []
+        return [*events, delta]
+
+    def _function_call(self, call: Call) -> list[Event]:
+        item = {
+            "id": self._item_id("fc"),
+            "type": "function_call",
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        place = {"item_id": item["id"], "output_index": len(self.items)}
+        name = "response.function_call_arguments"
+        events = [
+            self._added({**item, "arguments": "", "status": "in_progress"}),
+            {"type": f"{name}.delta", **place, "delta": call.arguments},
+            {"type": f"{name}.done", **place, "name": call.name, "arguments": call.arguments},
+            {"type": "response.output_item.done", "output_index": len(self.items), "item": item},
+        ]
+        self.items.append(item)
+        return events
+
+    def _added(self, item: dict[str, Any]) -> Event:
+        return {"type": "response.output_item.added", "output_index": len(self.items), "item": item}
+
+    def _item(self, kind: str, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(_PREFIXES[kind]), "type": kind, "status": status, "content": []}
+        return {**item, "role": "assistant"} if kind == "message" else {**item, "summary": []}
+
+    def _part(self, kind: str, text: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": _PARTS[kind], "text": text}
+        return {**part, "annotations": [], "logprobs": []} if kind == "message" else part
+
+    def _place(self, **more: int) -> dict[str, Any]:
+        item_id = self._item_id(_PREFIXES[self._kind or "message"])
+        return {"item_id": item_id, "output_index": len(self.items), **more}
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._response_id}_{len(self.items)}"
+
+
+class ResponsesAnswer:
+    """The answer to one request, which has one generation."""
+
+    def __init__(self, asked: ResponsesRequest, generations: Sequence[Generation], tool_format: ToolFormat) -> None:
+        self._asked = asked
+        request_id = generations[0].request_id
+        self._id = request_id.hex()
+        self._created = int(time.time())
+        self._reader = AnswerReader(asked.tools, tool_format, request_id)
+        self._writer = ItemWriter(self._id, asked.include_reasoning)
+        self._num_events = 0
+
+    def body(self, results: Sequence[Completion]) -> bytes:
+        """The answer to a request that was not streamed."""
+        self._writer.write(self._reader.push(results[0].text))
+        self._finish(results[0])
+        return encode(self._response(results[0]))
+
+    def first(self, index: int) -> bytes:
+        response = self._response(None)
+        kinds = ("response.created", "response.in_progress")
+        return self._events([{"type": kind, "response": response} for kind in kinds])
+
+    def delta(self, index: int, text: bytes) -> bytes:
+        return self._events(self._writer.write(self._reader.push(msgspec.json.decode(text))))
+
+    def last(self, index: int, final: FinalBody) -> bytes:
+        return self._events(self._finish(final))
+
+    def end(self, finals: Sequence[FinalBody]) -> bytes:
+        response = self._response(finals[0])
+        return self._events([{"type": f"response.{response['status']}", "response": response}])
+
+    def error(self, error: MiiError) -> bytes:
+        described = openai_error(self._asked.rename(error))["error"]
+        code = "rate_limit_exceeded" if described["type"] == "rate_limit_error" else "server_error"
+        response = self._response(None)
+        response |= {"status": "failed", "error": {"code": code, "message": described["message"]}}
+        return self._events([{"type": "response.failed", "response": response}])
+
+    def _finish(self, result: Completion | FinalBody) -> list[Event]:
+        """The events of what is left; an answer without anything has one empty message."""
+        events = self._writer.write(self._reader.finish())
+        events += self._writer.close("incomplete" if result.finish_reason == "length" else "completed")
+        if not self._writer.items:
+            events += [*self._writer.write([""]), *self._writer.close()]
+        return events
+
+    def _response(self, result: Completion | FinalBody | None) -> dict[str, Any]:
+        """`result`: None while the answer is in progress."""
+        is_cut = result is not None and result.finish_reason == "length"
+        status = "in_progress" if result is None else "incomplete" if is_cut else "completed"
+        return {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "metadata": {},
+            "model": self._asked.model,
+            "output": list(self._writer.items),
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": None,
+            "store": False,
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "usage": None if result is None else _usage(result),
+            "user": None,
+            **self._asked.echoed,
+        }
+
+    def _events(self, events: Iterable[Event]) -> bytes:
+        parts = []
+        for event in events:
+            numbered = {**event, "sequence_number": self._num_events}
+            parts.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(numbered)))
+            self._num_events += 1
+        return b"".join(parts)
+
+
+def _usage(result: Completion | FinalBody) -> dict[str, Any]:
+    return {
+        "input_tokens": result.prompt_length,
+        "input_tokens_details": {"cached_tokens": result.num_cached_tokens},
+        "output_tokens": result.generated_length,
+        "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart from the others
+        "total_tokens": result.prompt_length + result.generated_length,
+    }

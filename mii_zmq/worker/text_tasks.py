@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker answers with its tokenizer alone, without the engine: token ids of a prompt, text of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mii_zmq.errors import InvalidRequest
+from mii_zmq.tokenizer import TextTokenizer
+from mii_zmq.worker.plan import EngineLimits
+from mii_zmq.worker.text import PromptInput, encode_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TextAnswer:
+    token_ids: Sequence[int]
+    text: str
+    """The prompt as it was tokenized (messages rendered by the template), or what the ids stand for."""
+
+
+def answer_text_task(tokenizer: TextTokenizer, limits: EngineLimits, task: str, prompt: PromptInput) -> TextAnswer:
+    """Answer "tokenize" or "detokenize"; a prompt may be longer than the model's context.
+
+    Raises:
+        InvalidRequest: the prompt is empty or malformed, or is none of token ids where those are asked for.
+    """
+    if task == "detokenize" and prompt.token_ids is None:
+        raise InvalidRequest("detokenize takes prompt_token_ids, not text", param="prompt_token_ids")
+    token_ids, text = encode_prompt(tokenizer, limits, prompt, must_fit=False)
+    return TextAnswer(token_ids, tokenizer.decode(token_ids) if text is None else text)

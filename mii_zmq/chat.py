@@ -7,11 +7,12 @@ address with an OpenAI door, or an engine in this process.
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TextIO
 
 from mii_zmq.errors import MiiError, ServiceError
@@ -56,16 +57,25 @@ def answer_over_http(url: str, model: str | None, options: dict[str, Any]) -> An
     def answer(messages: Chat) -> Iterator[str]:
         body = json.dumps({"model": model, "messages": messages, "stream": True, **fields}).encode()
         with _open(f"{base}/chat/completions", body) as reply:
-            for line in reply:
-                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise ServiceError(str(event["error"].get("message", event["error"])))
-                for choice in event.get("choices", ()):
-                    yield choice.get("delta", {}).get("content") or ""
+            try:
+                yield from _pieces(reply)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise ServiceError(f"the answer broke off: {error or type(error).__name__}") from None
 
     return answer
+
+
+def _pieces(reply: Iterable[bytes]) -> Iterator[str]:
+    for line in reply:
+        if line.strip() == b"data: [DONE]":
+            return
+        if line.startswith(b"data: "):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ServiceError(str(event["error"].get("message", event["error"])))
+            for choice in event.get("choices", ()):
+                yield choice.get("delta", {}).get("content") or ""
+    raise ServiceError("the answer broke off before its end")
 
 
 def run_chat(answer: Answer, system: str | None, source: TextIO | None = None, sink: TextIO | None = None) -> int:

@@ -22,6 +22,7 @@ from mii_zmq.errors import (
     Draining,
     MiiError,
     NoWorkers,
+    ProtocolError,
     UnknownDeployment,
     from_wire,
 )
@@ -56,6 +57,7 @@ class Link:
         endpoint: str,
         name: str,
         seen: set[str],
+        credit: int,
         on_change: Callable[[], None],
         take_over: Callable[[Generation], bool],
     ) -> None:
@@ -69,7 +71,7 @@ class Link:
         self._take_over = take_over
         self._owes_goodbye = False
         """The broker may still work on requests that have been moved away."""
-        self._hello = Hello(name=name, batch=True, credit=CREDIT)
+        self._hello = Hello(name=name, batch=True, credit=credit)
         self._grants: Counter[bytes] = Counter()
         self._epoch: bytes | None = None
         self._heartbeat_s = 0.5
@@ -136,6 +138,8 @@ class Link:
 
     def grant(self, generation: Generation) -> None:
         """The request's reader has taken GRANT more rows."""
+        if not self._hello.credit:
+            return
         if not self._grants:
             asyncio.get_running_loop().call_later(GRANT_DELAY_S, self._send_grants)
         self._grants[generation.request_id] += 1
@@ -234,7 +238,7 @@ class Link:
                 generation = self._generations.pop(message.request_id, None)
                 if generation is not None:
                     self.seen.add(generation.header.deployment)
-                    generation.on_final(protocol.parse_body(message, FinalBody), b"".join(message.raw[:1]))
+                    _finish(generation, message)
             case Verb.ERROR:
                 self._on_error(message)
             case Verb.WELCOME:
@@ -293,3 +297,13 @@ class Link:
             self._try_send(generation)
         self._send_grants()
         self._on_change()
+
+
+def _finish(generation: Generation, message: Message) -> None:
+    """Nothing follows a FINAL, so one that cannot be read ends its request, too."""
+    try:
+        final = protocol.parse_body(message, FinalBody)
+    except MiiError as error:
+        generation.fail(ProtocolError(f"the last message of the request cannot be read: {error.message}"))
+    else:
+        generation.on_final(final, b"".join(message.raw[:1]))

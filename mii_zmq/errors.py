@@ -225,9 +225,10 @@ def from_wire(wire: dict[str, Any]) -> MiiError:
     cls = _BY_CODE.get(str(wire.get("code")), fallback)
     param = wire.get("param")
     retry_after_ms = wire.get("retry_after_ms")
+    emitted_tokens = wire.get("emitted_tokens")
     return cls(
         str(wire.get("message", "the peer gave no reason")),
         param=param if isinstance(param, str) else None,
         retry_after_ms=retry_after_ms if isinstance(retry_after_ms, int) else None,
-        emitted_tokens=int(wire.get("emitted_tokens") or 0),
+        emitted_tokens=emitted_tokens if isinstance(emitted_tokens, int) else 0,
     )

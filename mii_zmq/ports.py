@@ -13,11 +13,18 @@ log = logging.getLogger(__name__)
 
 
 def choose_port(host: str, port: int | None) -> int:
-    """The port for the gateway, checked before minutes go into loading a model. Raises ConfigError when taken."""
+    """The port for the gateway, checked before minutes go into loading a model.
+
+    Raises:
+        ConfigError: it is taken, or no address of this host has that name.
+    """
     if port == 0:
         return 0
     wanted = DEFAULT_REST_PORT if port is None else port
-    family, kind, protocol, _, address = socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {host}: {error}; choose another host") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

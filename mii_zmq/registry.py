@@ -25,6 +25,7 @@ from mii_zmq.config import run_dir
 from mii_zmq.errors import ConfigError, ServiceError, UnknownDeployment
 
 RECORD_NAME = "deployment.json"
+MAX_PATIENCE_S = 1e6
 
 
 class DeploymentNotFoundError(UnknownDeployment):
@@ -152,8 +153,11 @@ def end_deployment(record: DeploymentRecord, timeout_s: float) -> None:
     It gets `timeout_s` to finish running requests; a second signal then makes it kill its children.
 
     Raises:
+        ConfigError: `timeout_s` is no time; nothing was done.
         ServiceError: it is still there some seconds after the second signal.
     """
+    if not 0 <= timeout_s <= MAX_PATIENCE_S:
+        raise ConfigError(f"timeout_s is {timeout_s}; it must be 0 to {MAX_PATIENCE_S:g} seconds")
     try:
         handle = os.pidfd_open(record.pid)
     except ProcessLookupError:

@@ -128,7 +128,7 @@ def check_text(text: str, param: str) -> str:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequest when a token id lies outside the model's logits or top_k exceeds them."""
+    """Raise InvalidRequest when a stop id lies outside the model's logits; a top_k beyond them filters nothing."""
     for token_id in params.stop_token_ids:
         if token_id >= vocab_size:
             raise InvalidRequest(

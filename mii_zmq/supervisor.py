@@ -219,17 +219,19 @@ class Supervisor:
         return successor
 
     def put_in_place(self, member: Member, successor: Member) -> None:
+        # None when it died by itself meanwhile.
         old = member.child
-        assert old is not None
         assert successor.child is not None
-        self._selector.unregister(old.announce_fd)
+        if old is not None:
+            self._selector.unregister(old.announce_fd)
         self._selector.modify(successor.child.announce_fd, selectors.EVENT_READ, member)
         self._successors.remove(successor)
         member.child, member.facts = successor.child, successor.facts
         member.started_at, member.ready_at, member.is_ready = successor.started_at, successor.ready_at, True
-        member.deaths = 0
-        old.process.terminate()
-        self._leaving.append((old, time.monotonic()))
+        member.deaths, member.restart_at = 0, None
+        if old is not None:
+            old.process.terminate()
+            self._leaving.append((old, time.monotonic()))
         self._write_record()
 
     def dismiss(self, successor: Member) -> None:
@@ -279,6 +281,7 @@ class Supervisor:
         member.facts = facts
         member.is_ready = True
         member.ready_at = time.monotonic()
+        member.failed_starts = 0
         if member in self._brokers:
             # A restarted broker must come back where clients and workers look for it.
             index = self._brokers.index(member)
@@ -302,7 +305,7 @@ class Supervisor:
             raise StartupError(f"{member.name}: {reason}")
         was_stable = member.is_ready and time.monotonic() - member.ready_at > STABLE_S
         member.deaths = 1 if was_stable else member.deaths + 1
-        member.failed_starts = 0 if member.is_ready else member.failed_starts + 1
+        member.failed_starts += not member.is_ready
         member.is_ready = False
         if member.failed_starts > member.max_failed_starts:
             summary = f"{member.name} failed {member.failed_starts} times in a row while starting: {reason}"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place that touches zmq: socket options, ownership, and the bridge to asyncio.
 
-Every socket gets finite high-water marks, a maximum frame size, ZMTP heartbeats and a short linger. ROUTER sockets run
-with ROUTER_MANDATORY and every send is non-blocking, so a peer that is gone (`PeerGone`) or full (`PeerFull`) is an
-answer and never silence. A socket belongs to one thread; `AsyncSocket` to one event loop. Routing ids are never set
-by us, so that they cannot collide, and a ROUTER hands on only messages whose routing id libzmq itself made up.
+Every socket gets finite high-water marks and a short linger, and where strangers may be at the other end a maximum
+frame size and ZMTP heartbeats. ROUTER sockets run with ROUTER_MANDATORY and every send is non-blocking, so a peer that
+is gone (`PeerGone`) or full (`PeerFull`) is an answer and never silence. A socket belongs to one thread; `AsyncSocket`
+to one event loop. Routing ids are never set by us, so that they cannot collide, and a ROUTER hands on only messages
+whose routing id libzmq itself made up.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import socket as stdlib_socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,32 +74,24 @@ def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zm
     return socket
 
 
-def bind_pair(context: zmq.Context[zmq.Socket[bytes]], path: Path) -> tuple[zmq.Socket[bytes], str]:
-    """The actor's end of the private channel to its engine, an ipc socket at `path`."""
+def bind_pair(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], str]:
+    """The parent's end of a private channel to a child: the actor's to its engine, rank 0's to another rank.
+
+    An abstract socket: it has no file, which a killed process would leave behind. In place of a directory's mode, the
+    kernel's word on who connects keeps other users out.
+    """
     socket = context.socket(zmq.PAIR)
-    _set_common(socket)
-    # A process that was stopped for a while must find its messages: no reconnection, which could lose some.
-    socket.set(zmq.HEARTBEAT_IVL, 0)
-    return socket, _bind(socket, ipc_endpoint(path))
+    _set_private(socket)
+    socket.set(zmq.IPC_FILTER_UID, os.geteuid())
+    return socket, _bind(socket, f"ipc://@mii_zmq-{os.getpid()}-{secrets.token_hex(8)}")
 
 
 def connect_pair(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """The engine's end of the private channel."""
+    """The child's end of the private channel."""
     socket = context.socket(zmq.PAIR)
-    _set_common(socket)
-    # A process that was stopped for a while must find its messages: no reconnection, which could lose some.
-    socket.set(zmq.HEARTBEAT_IVL, 0)
+    _set_private(socket)
     socket.connect(endpoint)
     return socket
-
-
-def ipc_endpoint(path: Path) -> str:
-    """The endpoint of a Unix socket; raises ConfigError when the path is too long for one."""
-    if len(os.fsencode(path)) > MAX_IPC_PATH:
-        raise ConfigError(
-            f"the socket path {path} is longer than {MAX_IPC_PATH} bytes; set MII_ZMQ_RUN_DIR to a short one"
-        )
-    return f"ipc://{path}"
 
 
 class AsyncSocket:
@@ -152,7 +146,10 @@ class AsyncSocket:
 
     def _drain(self) -> None:
         for _ in range(_MESSAGES_PER_TURN):
-            if self._closed:
+            # Asking also lets libzmq notice the end of a connection here, between two messages. Left to itself it looks
+            # once per 100 frames received, and where that meets the middle of a message on a DEALER with IMMEDIATE, it
+            # loses the rest of it and aborts the process after the next connection.
+            if self._closed or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
@@ -236,7 +233,21 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
     socket.set(zmq.TCP_KEEPALIVE_IDLE, 60)
 
 
+def _set_private(socket: zmq.Socket[bytes]) -> None:
+    _set_common(socket)
+    # A process that was stopped for a while must find its messages: no reconnection, which could lose some.
+    socket.set(zmq.HEARTBEAT_IVL, 0)
+    # No stranger is at the other end, and a plan holds all tokens of the sequences that start in its step.
+    socket.set(zmq.MAXMSGSIZE, -1)
+
+
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    path = endpoint.removeprefix("ipc://")
+    if path != endpoint and len(os.fsencode(path)) > MAX_IPC_PATH:
+        socket.close(linger=0)
+        raise ConfigError(
+            f"the socket path {path} is longer than {MAX_IPC_PATH} bytes; set MII_ZMQ_RUN_DIR to a short one"
+        )
     if _has_listener(endpoint):
         socket.close(linger=0)
         raise ConfigError(f"cannot listen on {endpoint}: another process does; choose another path")

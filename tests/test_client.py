@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from mii_zmq.errors import (
 )
 from mii_zmq.protocol import FinalBody, GenerateBody, GenerateHeader, Message, TokenDelta, TokenRows, Verb, Welcome
 from mii_zmq.sampling_params import SamplingParams
+from tests.stack import unused_endpoint
 
 PATIENCE_S = 30
 
@@ -102,7 +104,8 @@ def final(request_id: bytes, length: int, text: str | None = None, ids: bytes = 
 @pytest.fixture
 async def broker(request: pytest.FixtureRequest) -> AsyncIterator[ScriptedBroker]:
     """Parametrized indirectly: its keyword arguments."""
-    broker = ScriptedBroker("tcp://127.0.0.1:0", **getattr(request, "param", {}))
+    # A successor may need the port.
+    broker = ScriptedBroker(unused_endpoint(), **getattr(request, "param", {}))
     yield broker
     broker.close()
 
@@ -161,6 +164,41 @@ async def test_error_keeps_its_class_and_comes_after_the_text(broker: ScriptedBr
     with pytest.raises(Overloaded, match="too much") as caught:
         await anext(generation)
     assert caught.value.retry_after_ms == 70
+
+
+async def test_a_last_message_that_cannot_be_read_ends_the_request(broker: ScriptedBroker, client: AsyncClient) -> None:
+    for body in ({"finish_reason": 5}, b"\xc1"):
+        generation = start(client)
+        peer, message = await broker.next(Verb.GENERATE)
+        broker.send(peer, protocol.encode(Verb.FINAL, message.request_id, body=body))
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            async with asyncio.timeout(PATIENCE_S):
+                await generation.result()
+
+
+async def test_an_error_with_strange_fields_ends_the_request(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = start(client)
+    peer, message = await broker.next(Verb.GENERATE)
+    header = {"code": 7, "message": None, "emitted_tokens": "many", "retry_after_ms": "soon", "param": 1}
+    broker.send(peer, protocol.encode(Verb.ERROR, message.request_id, header))
+    with pytest.raises(InternalError):
+        async with asyncio.timeout(PATIENCE_S):
+            await generation.result()
+
+
+async def test_connecting_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
+    client = AsyncClient([f"ipc://{tmp_path}/nobody"])
+    client.start()
+    await asyncio.sleep(0)
+    before = asyncio.all_tasks()
+    connecting = asyncio.create_task(client.connect(PATIENCE_S))
+    while len(asyncio.all_tasks()) < len(before) + 2:
+        await asyncio.sleep(0)
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+    await client.close()
 
 
 async def test_gap_in_a_stream_is_an_error(broker: ScriptedBroker, client: AsyncClient) -> None:
@@ -492,3 +530,20 @@ def test_fan_out_gives_each_choice_its_own_seed() -> None:
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
+
+
+async def test_tools_count_as_part_of_the_prompt(broker: ScriptedBroker, client: AsyncClient) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * 40}]
+    called = {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"text": "x" * 400}}]}
+    bodies = [
+        GenerateBody(messages=messages, params={"max_new_tokens": 5}),
+        GenerateBody(messages=messages, params={"max_new_tokens": 5}, tools=[{"description": "x" * 400}]),
+        GenerateBody(messages=[*messages, called], params={"max_new_tokens": 5}),
+    ]
+    counts = []
+    for body in bodies:
+        client.generate("m", body, stream=True)
+        _, message = await broker.next(Verb.GENERATE)
+        counts.append(message.header["num_tokens"])
+    assert counts[0] == 15
+    assert min(counts[1:]) >= 115

@@ -66,6 +66,19 @@ async def test_grants_follow_the_reader(broker: Broker, client: AsyncClient) -> 
     assert sorted(message.header["request_ids"]) == sorted(g.request_id for g in generations)
 
 
+async def test_a_client_may_grant_nothing_and_get_everything(broker: Broker) -> None:
+    client = AsyncClient([broker.endpoint], credit=0)
+    await client.connect(PATIENCE_S)
+    assert broker.hello.credit == 0
+    generation = client.generate("m", GenerateBody(prompt="x"), stream=True)
+    peer, _ = await broker.next(Verb.GENERATE)
+    for offset in range(GRANT):
+        broker.send(peer, tokens(delta(generation.request_id, offset, [offset], "x")))
+    await read(generation, GRANT)
+    assert not client._links[0]._grants
+    await client.close()
+
+
 async def test_no_grant_is_lost_while_the_broker_is_away(broker: Broker, client: AsyncClient) -> None:
     generation = client.generate("m", GenerateBody(prompt="x"), stream=True)
     peer, _ = await broker.next(Verb.GENERATE)

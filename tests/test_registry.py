@@ -96,3 +96,12 @@ def test_a_stranger_is_never_signalled(sleeper: subprocess.Popen[bytes]) -> None
     end_deployment(record, 60)
     assert sleeper.poll() is None
     os.kill(sleeper.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan"), float("inf")])
+def test_a_patience_that_is_no_time_ends_nothing(timeout_s: float) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        with pytest.raises(ConfigError, match="timeout_s is"):
+            end_deployment(record_of(process.pid), timeout_s)
+        assert process.poll() is None
+        process.kill()

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,13 +111,102 @@ async def test_callback_that_raises_does_not_stop_the_socket(context: Any) -> No
     server.close()
 
 
-def test_pair_over_ipc(context: Any, tmp_path: Path) -> None:
-    bound, endpoint = transport.bind_pair(context, tmp_path / "p")
+BACKLOG = """
+import asyncio, sys, zmq
+from mii_zmq import transport
+
+async def main():
+    near, far = transport.make_context(), transport.make_context()
+    router, endpoint = transport.bind_router(far, "tcp://127.0.0.1:0")
+    first = router
+    socket = transport.connect_dealer(near, endpoint)
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    received = asyncio.Queue()
+
+    def on_message(frames):
+        received.put_nowait(frames)
+        if not first.closed:
+            first.close(linger=30_000)
+            assert monitor.poll(30_000)
+
+    dealer = transport.AsyncSocket(socket, on_message)
+
+    async def flood(router):
+        while True:
+            try:
+                dealer.send([b"hello"])
+                break
+            except transport.PeerFull:
+                await asyncio.sleep(0.001)
+        peer, _ = router.recv_multipart()
+        for _ in range(100):
+            router.send_multipart([peer, *[b"frame"] * 7])
+
+    await flood(router)
+    await received.get()
+    transport.close_context(far)
+    far = transport.make_context()
+    router, _ = transport.bind_router(far, endpoint)
+    while not received.empty():
+        received.get_nowait()
+    await flood(router)
+    for _ in range(100):
+        assert await received.get() == [b"frame"] * 7
+    dealer.close(0)
+    router.close(0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_peer_that_ends_while_its_messages_are_read() -> None:
+    """Where libzmq noticed it in the middle of a message, it aborted the process after the next connection."""
+    done = subprocess.run([sys.executable, "-c", BACKLOG], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pair(context: Any) -> None:
+    """It has no file that a killed process would leave behind."""
+    bound, endpoint = transport.bind_pair(context)
     near, far = BlockingSocket(bound), BlockingSocket(transport.connect_pair(context, endpoint))
+    assert endpoint.startswith("ipc://@")
     assert near.receive() is None
     assert near.receive(1) is None
     far.send([b"a", b"b"])
     assert near.receive(TIMEOUT_S * 1000) == [b"a", b"b"]
+    near.close()
+    far.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_private_message_may_be_larger_than_a_stranger_s(context: Any) -> None:
+    """The plan of a step in which many long sequences start: all their tokens."""
+    bound, endpoint = transport.bind_pair(context)
+    near, far = BlockingSocket(bound), BlockingSocket(transport.connect_pair(context, endpoint))
+    plan = [b"P", bytes(transport.MAX_FRAME_BYTES + 1)]
+    near.send(plan)
+    assert far.receive(10_000) == plan
+    far.send(plan)
+    assert near.receive(10_000) == plan
+    near.close(0)
+    far.close(0)
+
+
+def test_other_users_cannot_take_a_pair(context: Any) -> None:
+    bound, endpoint = transport.bind_pair(context)
+    near = BlockingSocket(bound)
+    program = (
+        "import os, socket, sys\n"
+        "os.setuid(65534)\n"
+        "stranger = socket.socket(socket.AF_UNIX)\n"
+        "stranger.connect('\\0' + sys.argv[1].removeprefix('ipc://@'))\n"
+        "assert stranger.recv(1) == b'', 'it was greeted'\n"
+    )
+    subprocess.run([sys.executable, "-c", program, endpoint], check=True, timeout=TIMEOUT_S)
+    far = BlockingSocket(transport.connect_pair(context, endpoint))
+    far.send([b"own"])
+    assert near.receive(TIMEOUT_S * 1000) == [b"own"]
     near.close()
     far.close()
 
@@ -140,9 +232,9 @@ def test_socket_file_left_by_a_killed_process_is_no_obstacle(context: Any, tmp_p
     assert not (tmp_path / "e").exists()
 
 
-def test_long_socket_path() -> None:
+def test_long_socket_path(context: Any) -> None:
     with pytest.raises(ConfigError, match="MII_ZMQ_RUN_DIR"):
-        transport.ipc_endpoint(Path("/tmp") / ("x" * 120))
+        transport.bind_router(context, f"ipc:///tmp/{'x' * 120}")
 
 
 def test_routing_ids() -> None:

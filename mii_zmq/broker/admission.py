@@ -94,7 +94,7 @@ def check_room(
     if len(client.requests) >= limits.max_client_requests:
         text = f"this connection has {len(client.requests)} unfinished requests, the most that are allowed"
         raise _refusal(requests, deployment, "connection", text)
-    if requests.held_bytes + len(message.body) + sum(map(len, message.raw)) > limits.max_held_bytes:
+    if requests.held_bytes + message.num_bytes > limits.max_held_bytes:
         text = "the broker holds as many bytes of unfinished requests as it may"
         raise _refusal(requests, deployment, "bytes", text)
     if queue:

@@ -24,7 +24,7 @@ from mii_zmq.broker.records import Action, Address, ToClient
 from mii_zmq.broker.state import BrokerState
 from mii_zmq.config import BrokerConfig
 from mii_zmq.errors import InternalError, MiiError
-from mii_zmq.protocol import NO_ID, decode
+from mii_zmq.protocol import decode, readable_id
 from mii_zmq.telemetry import LoopLag
 
 log = logging.getLogger(__name__)
@@ -102,8 +102,7 @@ class Broker:
             message = decode(frames)
         except MiiError as error:
             self._complaints.log(logging.WARNING, "refused a message of a client: %s", error.message)
-            request_id = frames[2] if len(frames) > 2 and len(frames[2]) == len(NO_ID) else NO_ID
-            self._perform(self.state.client_malformed(address, request_id, error))
+            self._perform(self.state.client_malformed(address, readable_id(frames), error))
             return
         try:
             self._perform(self.state.client_message(address, message, time.monotonic()))

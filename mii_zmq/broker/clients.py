@@ -26,10 +26,12 @@ from mii_zmq.errors import (
     Overloaded,
     PoisonRequest,
     ProtocolError,
+    RequestTooLarge,
     UnknownDeployment,
 )
 from mii_zmq.protocol import (
     MAX_BODY_BYTES,
+    MAX_GENERATE_HEADER_BYTES,
     NO_ID,
     BrokerHeartbeat,
     Cancel,
@@ -146,6 +148,11 @@ class Clients:
         return client
 
     def _on_generate(self, client: Client, message: Message, now: float) -> None:
+        if message.num_header_bytes > MAX_GENERATE_HEADER_BYTES:
+            text = (
+                f"the header of GENERATE has {message.num_header_bytes} bytes; the limit is {MAX_GENERATE_HEADER_BYTES}"
+            )
+            raise RequestTooLarge(text)
         header = parse_header(message, GenerateHeader)
         if message.request_id == NO_ID:
             raise InvalidRequest("GENERATE needs a request id of 16 random bytes, not zeros", param="request_id")
@@ -212,12 +219,12 @@ class Clients:
 
     def _on_hello(self, client: Client, message: Message, now: float) -> None:
         hello = parse_header(message, Hello)
+        if not 0 <= hello.credit < 2**31:
+            raise InvalidRequest(f"credit is {hello.credit}, allowed: 0 to 2^31 - 1", param="credit")
         client.name = hello.name[:MAX_NAME_LENGTH]
         # A REQ socket cannot send heartbeats while it waits for a reply.
         client.said_hello = not client.is_one_shot
         client.batch = hello.batch and not client.is_one_shot
-        if not 0 <= hello.credit < 2**31:
-            raise InvalidRequest(f"credit is {hello.credit}, allowed: 0 to 2^31 - 1", param="credit")
         client.credit = hello.credit or UNLIMITED
         welcome = Welcome(
             epoch=self._epoch,

@@ -75,13 +75,14 @@ def withhold(requests: Requests, request: Request, delta: TokenDelta, now: float
 
 def grant(requests: Requests, request: Request, credit: int) -> None:
     """The reader takes `credit` more rows: send what waits for that."""
-    request.credit = min(request.credit + credit, UNLIMITED)
     withheld, request.withheld = request.withheld, None
     if withheld is None:
+        request.credit_end = min(request.credit_end + credit, UNLIMITED)
         return
     del requests.starving[request]
     requests.held_bytes -= withheld.num_bytes
-    request.credit -= 1
+    # What was withheld counts as one row.
+    request.credit_end = request.next_seq + credit - 1
     rows = TokenRows()
     rows.add(withheld.merged(request.request_id))
     requests.counters.merged_rows += 1
@@ -91,13 +92,21 @@ def grant(requests: Requests, request: Request, credit: int) -> None:
         requests.complete(request, withheld.terminal)
 
 
+def num_emitted(request: Request) -> int:
+    """Output tokens that the client has: those that it came with, and those that it was sent."""
+    num_withheld = 0 if request.withheld is None else request.withheld.num_tokens
+    return request.delivered.num_tokens - num_withheld
+
+
 def cut_slow_readers(requests: Requests, now: float) -> None:
     """End requests whose readers have granted nothing for too long; `starving` is ordered by time."""
     limit_s = requests.limits.slow_reader_s
     for request, since in list(requests.starving.items()):
         if now - since <= limit_s:
             break
-        _cut(requests, request, f"its output has waited for credit for {now - since:.0f} s", now)
+        # The dispatch that follows the end of one may have ended others.
+        if request.withheld is not None:
+            _cut(requests, request, f"its output has waited for credit for {now - since:.0f} s", now)
 
 
 def _cut(requests: Requests, request: Request, why: str, now: float) -> None:

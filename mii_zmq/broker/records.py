@@ -146,13 +146,11 @@ class Request:
     accepted_at: float
     num_tokens: int
     """Estimate at admission."""
-    remaining_tokens: int
-    """That, minus what was forwarded."""
     num_bytes: int
     tenant: str = ""
     deadline: float | None = None
-    credit: int = UNLIMITED
-    """Rows that the client granted and has not been sent."""
+    credit_end: int = UNLIMITED
+    """Rows with a `seq` below this may be sent: the client has granted so many."""
     withheld: Withheld | None = None
     """What waits for credit; the credit is used up then."""
     state: RequestState = RequestState.WAITING
@@ -171,6 +169,16 @@ class Request:
     suspected_at: float = 0.0
     longest_run_s: float = 0.0
     """Of the times that it ran on groups until they died."""
+    estimated_end: int = field(init=False)
+    """Output tokens at which the estimate is used up."""
+
+    def __post_init__(self) -> None:
+        self.estimated_end = self.delivered.num_tokens + self.num_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """The estimate, minus what was forwarded."""
+        return max(0, self.estimated_end - self.delivered.num_tokens)
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ DEADLINE_GRACE_S = 2.0
 CANCEL_ANSWER_S = 60.0
 """A worker that has not ended a cancelled request by then is not waited for any longer."""
 MAX_HELD_BYTES = 2**30
-"""Bodies and raw frames of unfinished requests, all together."""
+"""Headers, bodies and raw frames of unfinished requests, all together."""
 _DEADLINE_TEXT = "the request's deadline passed before it finished"
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class Limits:
     max_client_requests: int
     max_attempts: int
     quarantine_s: float
+    resume: bool
+    """Keep the ids of rows that were forwarded; else a stream that loses its group behind its first row ends."""
     group_wait_s: float
     """Requests wait that long for a group after the deployment's last one went away; then they end."""
     slow_reader_s: float
@@ -74,7 +76,7 @@ class Requests:
         """Collected here by every part of the state; taken out after each event."""
         self.quarantine = suspects.Quarantine(limits.quarantine_s)
         self.held_bytes = 0
-        """Bodies, raw frames, forwarded ids and withheld output of all unfinished requests."""
+        """Headers, bodies, raw frames, forwarded ids and withheld output of all unfinished requests."""
         self.starving: dict[Request, float] = {}
         """Requests with withheld output, and since when; in order of time."""
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -93,7 +95,7 @@ class Requests:
         self, client: Client, deployment: Deployment, header: GenerateHeader, message: Message, now: float
     ) -> Request:
         """Take a request in; the caller has checked everything."""
-        num_bytes = len(message.body) + sum(map(len, message.raw))
+        num_bytes = message.num_bytes
         num_resumed = len(message.raw[0]) // 4 if message.raw else 0
         num_tokens = estimate_tokens(header.num_tokens, len(message.body), num_resumed)
         self._num_admitted += 1
@@ -109,11 +111,10 @@ class Requests:
             order=self._num_admitted,
             accepted_at=now,
             num_tokens=num_tokens,
-            remaining_tokens=num_tokens,
             tenant=header.tenant,
             num_bytes=num_bytes,
             delivered=Delivered(message.raw),
-            credit=client.credit,
+            credit_end=client.credit,
         )
         self.by_id[request.request_id] = request
         client.requests[request.request_id] = request
@@ -147,7 +148,7 @@ class Requests:
             if request.deadline is not None and request.deadline <= now:
                 self._reject(request, DeadlineExceeded(_DEADLINE_TEXT))
                 continue
-            if request.crashes > 1 and now - request.suspected_at > suspects.ALONE_WAIT_S:
+            if request.crashes >= suspects.MAX_CRASHES_UNTRIED and now - request.suspected_at > suspects.ALONE_WAIT_S:
                 text = "worker groups were lost with this request, and none became free to run it alone"
                 self._reject(request, WorkerLost(text, retry_after_ms=1000))
                 continue
@@ -224,9 +225,7 @@ class Requests:
         self.dispatch(request.deployment, now)
 
     def _reject(self, request: Request, error: MiiError, **overrides: Any) -> None:
-        error.emitted_tokens = request.delivered.num_tokens
-        if request.withheld is not None:
-            error.emitted_tokens -= request.withheld.num_tokens
+        error.emitted_tokens = credit.num_emitted(request)
         self.fail_with(request, encode(Verb.ERROR, request.request_id, {**error.to_wire(), **overrides}), error.code)
 
     def fail_with(self, request: Request, frames: Sequence[bytes], code: str) -> None:
@@ -271,7 +270,8 @@ class Requests:
         lost = sorted(requests, key=lambda r: r.order)
         culprits, suspected = suspects.judge(lost, self.limits.max_attempts, now) if crashed else ([], [])
         for request in culprits:
-            self._expel(request, f"a worker group died while it ran this request and no other suspect: {why}", now)
+            text = f"{self.limits.max_attempts} worker groups died with this request, at last while it ran alone: {why}"
+            self._expel(request, text, now)
         for request in lost:
             if request.state is RequestState.FINISHED:
                 continue
@@ -291,6 +291,9 @@ class Requests:
         """
         self._release(request)
         request.attempt += counts
+        if request.next_seq and not self.limits.resume:
+            self._reject(request, WorkerLost(f"{why}, and its output was not kept (--no-resume)", retry_after_ms=100))
+            return
         num_raw_bytes = 4 * request.delivered.num_tokens
         if request.attempt >= MAX_GROUPS or num_raw_bytes > MAX_RAW_BYTES:
             reason = f"after {request.attempt} groups" if num_raw_bytes <= MAX_RAW_BYTES else "its output is too long"
@@ -353,7 +356,7 @@ class Requests:
             if deployment.is_ready:
                 deployment.last_ready = now
             elif deployment.queue and now - deployment.last_ready > self.limits.group_wait_s:
-                self._refuse_waiting(deployment, now)
+                self._refuse_waiting(deployment)
             for group in deployment.groups.values():
                 if group.suspects or group.held_for is not None:
                     suspects.refresh(group, now)
@@ -363,11 +366,12 @@ class Requests:
         for name in [d.name for d in self.deployments.values() if not d.was_served and not d.queue]:
             del self.deployments[name]
 
-    def _refuse_waiting(self, deployment: Deployment, now: float) -> None:
+    def _refuse_waiting(self, deployment: Deployment) -> None:
         text = f"no worker group of deployment {deployment.name!r} came back in time"
         for request in sorted(deployment.queue, key=lambda r: r.order):
             cls = WorkerLost if request.attempt else NoWorkers
-            self.fail(request, cls(text, retry_after_ms=1000), now)
+            # Without a dispatch in between, which might end one of those that follow.
+            self._reject(request, cls(text, retry_after_ms=1000))
 
     def _expire(self, now: float) -> None:
         deadlines = self._deadlines

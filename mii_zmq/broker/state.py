@@ -38,6 +38,7 @@ class BrokerState:
                 config.max_client_requests,
                 config.max_attempts,
                 config.quarantine_s,
+                config.resume,
                 config.group_wait_s,
                 config.slow_reader_s,
                 config.slow_reader_bytes,
@@ -127,7 +128,7 @@ class BrokerState:
         held = [r.num_bytes + len(r.delivered.token_ids) for r in requests.by_id.values()]
         assert requests.held_bytes == sum(held) + sum(r.withheld.num_bytes for r in requests.starving if r.withheld)
         assert {*requests.starving} == {r for r in requests.by_id.values() if r.withheld is not None}
-        assert all(request.credit == 0 for request in requests.starving)
+        assert all(request.next_seq >= request.credit_end for request in requests.starving)
         for request in requests.by_id.values():
             assert (request.state is RequestState.RUNNING) == (request.group is not None)
         for deployment in requests.deployments.values():

@@ -5,9 +5,10 @@ Whoever ran on a group that crashed is a suspect until it gets beyond the point 
 
 - First crash: whoever had already got on goes on elsewhere at once; the rest is sent on apart, so that a group never
   runs two suspects, for as long as they can wait for that.
-- Second crash in turn: each runs alone, on a group that takes nothing else until it has got on.
-- The culprit is who crashed apart from all other suspects, or once more than is allowed. It is barred by its
-  fingerprint for a while, and whoever waits under suspicion is cleared.
+- Second crash in turn: each runs alone, on a group that takes nothing else until it has got on. This is its trial:
+  groups also die of what no request is to blame for, and two such deaths prove nothing.
+- The culprit is who crashed once more, alone. It is barred by its fingerprint for a while, and whoever waits under
+  suspicion is cleared.
 
 A crash is a group's end without its having drained before. Leaving politely, declining a request or losing a connection
 that comes back are none.
@@ -22,6 +23,8 @@ from mii_zmq.broker.records import Deployment, Group, Request, RequestState
 from mii_zmq.broker.routing import choose_group
 from mii_zmq.errors import PoisonRequest
 
+MAX_CRASHES_UNTRIED = 2
+"""Crashes after which a suspect runs alone."""
 PROOF_TOKENS = 4
 """More than a dying group can have computed beyond what it still delivered."""
 PROOF_S = 1.0
@@ -48,7 +51,8 @@ def is_proven(request: Request, now: float) -> bool:
 def judge(requests: Iterable[Request], limit: int, now: float) -> tuple[list[Request], list[Request]]:
     """A group has crashed while it ran these requests: mark the suspects.
 
-    Returns the culprit, if it can be told, and requests that may not be retried although it cannot.
+    Returns the culprit, if it can be told, and requests that may not be retried although it cannot (a limit so low that
+    none gets its trial).
     """
     requests = list(requests)
     repeated = []
@@ -61,13 +65,13 @@ def judge(requests: Iterable[Request], limit: int, now: float) -> tuple[list[Req
         else:
             request.crashes += 1
             repeated.append(request)
-    if len(repeated) == 1 and (repeated[0].is_apart or repeated[0].crashes >= limit):
-        for request in requests:
-            clear(request)
-        return repeated, []
+    ended = [request for request in requests if request.crashes >= limit]
+    if len(ended) == 1 and ended[0].crashes > MAX_CRASHES_UNTRIED:
+        clear(ended[0])
+        return ended, []
     for request in repeated:
         request.is_apart = True
-    return [], [request for request in requests if request.crashes >= limit]
+    return [], ended
 
 
 def clear(request: Request) -> None:
@@ -81,7 +85,7 @@ def choose(deployment: Deployment, request: Request, now: float) -> Group | None
     groups = deployment.groups.values()
     if not request.is_apart:
         return choose_group(groups, request.request_id)
-    if request.crashes > 1:
+    if request.crashes >= MAX_CRASHES_UNTRIED:
         return _choose_alone(groups, request)
     group = choose_group([group for group in groups if not group.suspects], request.request_id)
     if group is None and now - request.suspected_at > APART_WAIT_S:

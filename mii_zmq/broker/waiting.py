@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mii_zmq.broker.records import Request
 
 Entry = tuple[int, "Request"]
+MAX_IDLE_TENANTS = 1024
+"""Tenants with nothing waiting whose account is kept, per priority; who is forgotten starts level with the others."""
 
 
 class _Line:
@@ -60,7 +62,7 @@ class _Class:
         self.lines: dict[str, _Line] = {}
         self.time = 0.0
         self._times: dict[str, float] = {}
-        """Virtual times of tenants that have nothing waiting, as far as they are ahead."""
+        """Virtual times of tenants that have nothing waiting, as far as they were ahead; idle for longest first."""
 
     @property
     def is_empty(self) -> bool:
@@ -97,8 +99,8 @@ class _Class:
             del self.lines[line.tenant]
             if line.time > self.time:
                 self._times[line.tenant] = line.time
-            if len(self._times) > 2 * len(self.lines) + 64:
-                self._times = {tenant: time for tenant, time in self._times.items() if time > self.time}
+            if len(self._times) > MAX_IDLE_TENANTS:
+                del self._times[next(iter(self._times))]
 
     def tokens_ahead(self, tenant: str) -> int:
         """Of a new request of the tenant: at most as much of each other one as of its own."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from mii_zmq.broker.credit import num_emitted
 from mii_zmq.broker.liveness import Liveness
 from mii_zmq.broker.records import Address, Deployment, Group, Request, ToWorker
 from mii_zmq.broker.requests import Requests
@@ -277,6 +278,10 @@ class Workers:
             self._requests.retry(request, "the group's engine took no requests")
             self._requests.dispatch(group.deployment, now)
         else:
+            if request.withheld is not None:
+                # What the group counts as delivered has not all left.
+                header = {**message.header, "emitted_tokens": num_emitted(request)}
+                frames = encode(Verb.ERROR, request.request_id, header)
             self._requests.fail_with(request, frames, error.code)
             self._requests.dispatch(group.deployment, now)
 

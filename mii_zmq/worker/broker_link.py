@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mii_zmq import transport
-from mii_zmq.errors import ConfigError, MiiError
+from mii_zmq.errors import MiiError
 from mii_zmq.protocol import (
     NO_ID,
     Disconnect,
@@ -29,6 +29,7 @@ from mii_zmq.protocol import (
     decode,
     encode,
     parse_header,
+    readable_id,
 )
 
 READY_INTERVAL_S = (0.05, 1.0)
@@ -139,6 +140,12 @@ class BrokerLink:
         self._last_heard = time.monotonic()
         try:
             message = decode(frames)
+        except MiiError as error:
+            log.warning("refused a message from the broker at %s: %s", self.endpoint, error.message)
+            # It may be a request, which somebody waits for.
+            self._try_send(encode(Verb.ERROR, readable_id(frames), error.to_wire()))
+            return
+        try:
             if message.verb is Verb.REGISTERED:
                 self._on_registered(parse_header(message, Registered))
             elif message.verb is Verb.DISCONNECT:
@@ -172,12 +179,3 @@ class BrokerLink:
         elif header.reason != self._refusal:
             log.warning("the broker at %s does not register this group: %s", self.endpoint, header.reason)
         self._refusal = header.reason
-
-
-def check_broker_endpoint(endpoint: str) -> str:
-    """Raise ConfigError for an endpoint that no socket could connect to."""
-    scheme, _, rest = endpoint.partition("://")
-    host, _, port = rest.rpartition(":")
-    if (scheme == "ipc" and rest) or (scheme == "tcp" and host and port.isdigit() and 0 < int(port) < 65536):
-        return endpoint
-    raise ConfigError(f"broker endpoint {endpoint!r} must be tcp://HOST:PORT or ipc://PATH")

@@ -64,8 +64,9 @@ class SymmetricCollectives:
         self._buffer.zero_()
         group = dist.group.WORLD
         assert group is not None
-        handle = symmetric_memory.rendezvous(self._buffer, group=group.group_name)
-        self._addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        # Kept, since it is what holds the peers' memory mapped.
+        self._handle = symmetric_memory.rendezvous(self._buffer, group=group.group_name)
+        self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         self._epoch = torch.zeros(2, dtype=torch.int32, device=device)
         properties = torch.cuda.get_device_properties(device)
         # All programs must be on the device at once, beside whatever still runs before them.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor's hold on its engine process: starts it, talks to it over the private channel, and sees it end.
 
-The engine's loss is noticed at once, through the end of its announcement pipe, whatever ended it. The socket's file is
-deleted as soon as the engine is connected, so that none is left behind even by a killed group: a lost connection means
-a lost group, and nothing ever connects a second time.
+The engine's loss is noticed at once, through the end of its announcement pipe, whatever ended it. A lost connection
+means a lost group: nothing ever connects a second time.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mii_zmq import transport
-from mii_zmq.config import EngineConfig, run_dir, to_arguments
+from mii_zmq.config import EngineConfig, to_arguments
 from mii_zmq.errors import InternalError, MiiError, StartupError
 from mii_zmq.process import describe_exit, spawn
 from mii_zmq.worker.engine_channel import (
@@ -51,17 +49,15 @@ class EngineHandle:
         self._on_message = on_message
         self._unsent_cancels: list[int] = []
         self._watcher: asyncio.Task[None] | None = None
-        path = run_dir() / f"e{os.getpid()}-{secrets.token_hex(3)}"
-        socket, self._endpoint = transport.bind_pair(context, path)
+        socket, endpoint = transport.bind_pair(context)
         self._socket = transport.AsyncSocket(socket, self._on_frames)
-        self._is_connected = False
         self._announced = b""
         try:
             self._child = spawn(
-                "mii_zmq.worker.engine_process", [f"--endpoint={self._endpoint}", *to_arguments(config)], "engine"
+                "mii_zmq.worker.engine_process", [f"--endpoint={endpoint}", *to_arguments(config)], "engine"
             )
         except BaseException:
-            self._close()
+            self._socket.close(linger_ms=0)
             raise
         os.set_blocking(self._child.announce_fd, False)
         asyncio.get_running_loop().add_reader(self._child.announce_fd, self._on_announce_pipe)
@@ -105,20 +101,13 @@ class EngineHandle:
         if self._watcher is not None:
             self._watcher.cancel()
         self._child.kill()
-        self._close()
-        return self._child.process.returncode
-
-    def _close(self) -> None:
         self._socket.close(linger_ms=0)
-        transport.remove_socket_file(self._endpoint)
+        return self._child.process.returncode
 
     def _send(self, message: ToEngine) -> None:
         self._socket.send(encode(message))
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        if not self._is_connected:
-            self._is_connected = True
-            transport.remove_socket_file(self._endpoint)
         try:
             message = decode_from_engine(frames)
             if isinstance(message, EngineFailed):

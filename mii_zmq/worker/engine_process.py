@@ -182,6 +182,10 @@ def load_engine(
 
         loaded = load_executor(config, say)
         executor, info["memory"] = loaded, str(loaded.bill)
+    if not is_fake_model(config.model):
+        from mii_zmq.worker.loading import describe_device
+
+        info["device"] = describe_device(config)
     return EngineCore(executor, model=config.model, prefix_cache=config.prefix_cache, trace=trace), info
 
 
@@ -231,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartupError as error:
         channel.send(encode(EngineFailed(error)))
     except Exception as error:
-        log.exception("the engine failed")
+        log.error("the engine failed: %s", error, exc_info=not is_explained(error))
         text = str(error).strip().splitlines()
         reason = InternalError(f"the engine failed: {type(error).__name__}: {text[0] if text else 'no message'}")
         channel.send(encode(EngineFailed(reason)))
@@ -239,6 +243,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         channel.close()
         transport.close_context(context)
     return code
+
+
+def is_explained(error: BaseException | None) -> bool:
+    """It is, and comes from, nothing but errors of our own, whose messages say all: a lost rank is no bug to trace."""
+    while isinstance(error, MiiError):
+        error = error.__cause__
+    return error is None
 
 
 def _exit(code: int) -> NoReturn:

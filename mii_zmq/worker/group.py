@@ -26,7 +26,8 @@ from mii_zmq.process import ChildLink
 from mii_zmq.protocol import Ready
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.worker.actor import Actor
-from mii_zmq.worker.broker_link import BrokerLink, check_broker_endpoint
+from mii_zmq.worker.broker_link import BrokerLink
+from mii_zmq.worker.chat_template import tool_format_of
 from mii_zmq.worker.engine_channel import EngineReady, FromEngine, ModelResolved, Progress, StepReport
 from mii_zmq.worker.engine_handle import EngineHandle
 from mii_zmq.worker.intake import Intake
@@ -73,8 +74,6 @@ class WorkerGroup:
         context: Any = transport.make_context()
         engine: EngineHandle | None = None
         try:
-            for endpoint in self._config.brokers:
-                check_broker_endpoint(endpoint)
             engine = EngineHandle(context, self._engine_config, self._on_engine_message)
             ready, tokenizer = await self._load(engine)
             self._actor = self._make_actor(engine, ready, tokenizer)
@@ -121,6 +120,7 @@ class WorkerGroup:
                 "engine_pid": engine.pid,
                 "max_sequences": limits.max_sequences,
                 "kv_tokens": limits.num_blocks * limits.block_size,
+                "tool_format": tool_format_of(tokenizer),
                 **ready.info,
             },
         )

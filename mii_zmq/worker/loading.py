@@ -202,6 +202,12 @@ def _device(config: EngineConfig, rank: RankInfo) -> torch.device:
     return torch.device("cpu")
 
 
+def describe_device(config: EngineConfig) -> str:
+    """For STATUS: "cpu", or number and name of the group's first GPU."""
+    device = _device(config, RankInfo())
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
+
+
 def _dtype(config: EngineConfig, facts: ModelFacts, device: torch.device) -> torch.dtype:
     name = config.dtype
     if name == "auto":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import select
 import threading
 import time
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mii_zmq import transport
-from mii_zmq.config import EngineConfig, run_dir, to_arguments
+from mii_zmq.config import EngineConfig, to_arguments
 from mii_zmq.errors import InternalError, MiiError, StartupError
 from mii_zmq.process import Child, describe_exit, spawn
 from mii_zmq.worker.plan import EngineLimits, StepPlan, StepResult
@@ -50,7 +49,6 @@ class _Rank:
     number: int
     child: Child
     channel: transport.BlockingSocket
-    endpoint: str
     unread: bytes = b""
     has_joined: bool = False
     limits: dict[str, Any] | None = None
@@ -114,9 +112,6 @@ class RankGroup:
                         raise self.failure
                     self._changed.wait(CONNECT_POLL_S)
         self._wait(lambda rank: rank.has_joined, None)
-        # Nothing ever connects a second time, and a killed process could not delete them.
-        for rank in self._ranks:
-            transport.remove_socket_file(rank.endpoint)
 
     def wait_ready(self, limits: EngineLimits, say: Say | None = None) -> None:
         """Wait until all ranks are loaded, with the same `limits` as rank 0.
@@ -186,21 +181,18 @@ class RankGroup:
         for rank in self._ranks:
             rank.child.kill()
             rank.channel.close(linger_ms=0)
-            transport.remove_socket_file(rank.endpoint)
         transport.close_context(self._context)
 
     def _start(self, config: EngineConfig, number: int, memory_fd: int) -> _Rank:
-        path = run_dir() / f"r{os.getpid()}-{number}-{secrets.token_hex(3)}"
-        pair, endpoint = transport.bind_pair(self._context, path)
+        pair, endpoint = transport.bind_pair(self._context)
         channel = transport.BlockingSocket(pair)
         arguments = [f"--endpoint={endpoint}", f"--rank={number}", f"--memory-fd={memory_fd}", *to_arguments(config)]
         try:
             child = spawn("mii_zmq.worker.rank_process", arguments, f"rank {number}", pass_fds=(memory_fd,))
         except BaseException:
             channel.close(linger_ms=0)
-            transport.remove_socket_file(endpoint)
             raise
-        return _Rank(number, child, channel, endpoint)
+        return _Rank(number, child, channel)
 
     def _kill(self) -> None:
         for rank in self._ranks:

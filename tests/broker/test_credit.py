@@ -151,6 +151,29 @@ def test_a_lost_group_does_not_lose_what_is_withheld() -> None:
     assert bench.verbs("c", 1)[-1] == "FINAL"
 
 
+def test_who_is_cut_with_a_deadline_behind_him_ends_once() -> None:
+    bench = bench_with_credit(1, workers=("w",), slow_reader_s=1)
+    bench.generate("c", 1)
+    bench.generate("c", 2, deadline_ms=500)
+    for seq in range(2):
+        bench.tokens("w", row(1, seq, [seq], "x"), row(2, seq, [seq], "x"))
+    bench.advance(0.8, ("w",), ("c",))
+    bench.worker("w", encode(Verb.DRAIN))
+    bench.worker("w", encode(Verb.DISCONNECT))
+    bench.advance(0.4, clients=("c",))
+    assert [bench.verbs("c", number).count("ERROR") for number in (1, 2)] == [1, 1]
+    assert bench.state.num_unfinished == 0
+
+
+def test_an_error_of_the_group_does_not_count_what_was_withheld() -> None:
+    bench = bench_with_credit(1)
+    bench.generate("c", 1)
+    for seq in range(3):
+        bench.tokens("w", row(1, seq, [seq], "x"))
+    bench.worker("w", encode(Verb.ERROR, request_id(1), {"code": "internal", "message": "no", "emitted_tokens": 3}))
+    assert bench.error("c") == {"code": "internal", "message": "no", "emitted_tokens": 1}
+
+
 def test_without_credit_in_hello_nothing_is_withheld() -> None:
     bench = bench_with_credit(0)
     bench.generate("c", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from mii_zmq.protocol import NO_ID, Verb, decode, encode, iterate_tokens, pack
+from mii_zmq.protocol import MAX_HEADER_BYTES, NO_ID, Verb, decode, encode, iterate_tokens, pack
 from tests.broker.bench import Bench, packed, request_id, row
 
 REQ = (b"req", b"")
@@ -154,6 +154,15 @@ class TestRefusals:
         assert set(bench.state.status(bench.now)["deployments"]) == {"m"}
         bench.client("c", Verb.GENERATE, 2, {"deployment": "n", "seen": True})
         assert bench.error("c")["code"] == "unknown_deployment"
+
+    def test_a_header_that_a_worker_might_not_take_is_refused(self) -> None:
+        """The broker adds to it, and the numbers in it may need more bytes in its own spelling."""
+        bench = bench_with("w")
+        bench.client("c", Verb.GENERATE, 1, {"deployment": "m", "future": bytes(MAX_HEADER_BYTES - 50)})
+        assert bench.error("c")["code"] == "request_too_large"
+        bench.client("c", Verb.GENERATE, 2, {"deployment": "m", "future": bytes(60_000)})
+        assert len(bench.last("w", Verb.GENERATE).header["future"]) == 60_000
+        assert bench.state.requests.held_bytes > 60_000
 
     def test_header_nested_as_deeply_as_can_be_read_is_passed_on(self) -> None:
         bench = bench_with("w")
@@ -308,6 +317,18 @@ class TestQueue:
         assert bench.error("c")["code"] == "no_workers"
         bench.generate("c", 4)
         assert bench.verbs("c", 4) == ["ERROR"]
+
+    def test_who_waits_in_vain_with_a_deadline_behind_him_ends_once(self) -> None:
+        bench = bench_with("w", group_wait_s=0.5)
+        bench.generate("c", 1)
+        bench.generate("c", 2, deadline_ms=300)
+        bench.advance(0.5, ("w",))
+        bench.worker("w", encode(Verb.DRAIN))
+        bench.worker("w", encode(Verb.DISCONNECT))
+        bench.advance(1.0)
+        codes = [m.header["code"] for m in bench.received[(b"c",)] if m.verb is Verb.ERROR]
+        assert codes == ["worker_lost", "worker_lost"]
+        assert bench.state.num_unfinished == 0
 
     def test_request_that_must_wait_for_its_own_cancellation_lets_others_pass(self) -> None:
         bench = bench_with("w")
@@ -474,6 +495,8 @@ class TestClients:
         bench = bench_with("w")
         bench.client("c", Verb.HELLO, None, {"credit": -1})
         assert bench.error("c")["param"] == "credit"
+        bench.client("c", Verb.HEARTBEAT)
+        assert bench.verbs("c")[-1] == "DISCONNECT", "it has not said HELLO, and owes no heartbeats"
         bench.client("c", Verb.CREDIT, 8, {"credit": 0})
         assert bench.error("c")["param"] == "credit"
         bench.clear()

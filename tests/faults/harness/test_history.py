@@ -37,6 +37,7 @@ def test_a_good_stream() -> None:
     assert verdict.violations == []
     assert (verdict.num_complete, verdict.num_accepted, verdict.num_tokens) == (1, 1, 8)
     assert verdict.complete_share == 1.0
+    assert verdict.complete_by_via == verdict.by_via == {"stream": 1}
 
 
 def test_good_answers_without_a_stream_and_without_ids() -> None:

@@ -303,7 +303,7 @@ def check_shared() -> dict[str, Any]:
     """A shard in float16, with padding, on top of a residual stream, beside a shared expert with a switch."""
     dtype, count, live = (DTYPE, 40, 31) if IS_INTERPRETED else (torch.float16, 70, 61)
     layer = random_layer(SHARED, dtype, (3, 9) if IS_INTERPRETED else (20, 41))
-    layer.shared_switch = tokens(1, SHARED.hidden, dtype) / 64
+    switch_weight = layer.shared_switch = tokens(1, SHARED.hidden, dtype) / 64
     rig = Rig(SHARED, [layer])
     x, stream, shared = (tokens(count, SHARED.hidden, dtype) for _ in range(3))
     length = torch.tensor([live], dtype=torch.int32, device=DEVICE)
@@ -312,7 +312,7 @@ def check_shared() -> dict[str, Any]:
     experts[live:] = -1
 
     def ours(kind: torch.dtype) -> Tensor:
-        switch = torch.sigmoid(functional.linear(x.to(kind), layer.shared_switch.to(kind)))
+        switch = torch.sigmoid(functional.linear(x.to(kind), switch_weight.to(kind)))
         return stream.to(kind) + (expected(layer, x, weights, experts, kind) + switch * shared.to(kind))
 
     wrong, own = error(found, ours(F64)), error(ours(dtype), ours(F64))

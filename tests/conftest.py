@@ -16,12 +16,36 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.timeouts"]
+
 # How long an example takes says something about the machine, not about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+LONG_TEST_WEIGHT = 5
+"""Of a test with a time limit of its own, which is a longer one than usual, in slow tests."""
 LEAK_GRACE_S = 20.0
 """A process that was killed in a test may need this long to disappear."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # xdist's: files with many tests first, however fast these are
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest first, so that processes that share the tests by files end together; the fault suite in one
+    piece, since it shares a fleet."""
+
+    def piece(item: pytest.Item) -> Path:
+        return item.path.parent if item.path.parent.name == "faults" else item.path
+
+    weights: dict[Path, int] = {}
+    for item in items:
+        weight = LONG_TEST_WEIGHT if item.get_closest_marker("timeout") else 1
+        weights[piece(item)] = weights.get(piece(item), 0) + (weight if item.get_closest_marker("slow") else 0)
+    items.sort(key=lambda item: (-weights[piece(item)], str(piece(item))))
 
 
 @pytest.fixture(autouse=True)

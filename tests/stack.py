@@ -31,6 +31,11 @@ def unused_port() -> int:
             return port
 
 
+def unused_endpoint() -> str:
+    """For a broker that is to come back after its end: its port goes to no connection in the meantime."""
+    return f"tcp://127.0.0.1:{unused_port()}"
+
+
 @dataclass
 class Stack:
     """Started piece by piece; `close` ends everything that still runs."""
@@ -41,14 +46,14 @@ class Stack:
     gateway: Child | None = None
     url: str = ""
 
-    client_endpoint: str = LOOPBACK
-    worker_endpoint: str = LOOPBACK
+    client_endpoint: str = field(default_factory=unused_endpoint)
+    worker_endpoint: str = field(default_factory=unused_endpoint)
 
     def __post_init__(self) -> None:
         self.start_broker()
 
     def start_broker(self) -> None:
-        """The first one takes free ports; a later one, after a kill, takes the same."""
+        """A later one, after a kill, takes the same ports."""
         endpoints = ["--client-endpoint", self.client_endpoint, "--worker-endpoint", self.worker_endpoint]
         self.broker = spawn("mii_zmq.broker", [*endpoints, *self.broker_options], "broker")
         facts = self.broker.wait_ready(PATIENCE_S)

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from mii_zmq.chat import run_chat
-from mii_zmq.errors import Overloaded
+from mii_zmq.chat import answer_over_http, run_chat
+from mii_zmq.errors import Overloaded, ServiceError
 from mii_zmq.mii_client import Chat
 
 
@@ -49,3 +51,46 @@ def test_an_interrupt_ends_one_answer() -> None:
     seen: list[Chat] = []
     assert chat("interrupt\nnext", seen) == (0, "to \nto next\n")
     assert seen[1][1] == {"role": "assistant", "content": "to "}
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Sends what the class was given, and closes."""
+
+    sent = b""
+    length: int | None = None
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        if self.length is not None:
+            self.send_header("Content-Length", str(self.length))
+        self.end_headers()
+        self.wfile.write(self.sent)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+EVENT = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("sent", "length", "error"),
+    [
+        (EVENT + b"data: [DONE]\n\n", None, None),
+        (EVENT, None, "broke off"),
+        (EVENT, 1000, "broke off"),
+        (EVENT + b"data: {\n\n", None, "broke off"),
+        (EVENT + b'data: {"error": {"message": "no more"}}\n\n', None, "no more"),
+    ],
+)
+def test_half_an_answer_over_http_is_an_error(sent: bytes, length: int | None, error: str | None) -> None:
+    handler = type("Handler", (_Server,), {"sent": sent, "length": length})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        pieces = answer_over_http(f"http://127.0.0.1:{server.server_port}", "m", {})([{"role": "user", "content": "a"}])
+        assert next(pieces) == "hi"
+        with pytest.raises(StopIteration) if error is None else pytest.raises(ServiceError, match=error):
+            next(pieces)
+        thread.join()

@@ -153,7 +153,7 @@ async def test_only_group_is_waited_for() -> None:
         await asyncio.to_thread(stack.close)
 
 
-async def test_deadly_request_costs_two_groups_and_nobody_else_anything(stack: Stack) -> None:
+async def test_deadly_request_costs_three_groups_and_nobody_else_anything(stack: Stack) -> None:
     model = "fake:step_ms=4,alphabet=letters,exit_on=deadly"
     for name in ("one", "two"):
         await asyncio.to_thread(stack.start_group, name, model)
@@ -167,7 +167,9 @@ async def test_deadly_request_costs_two_groups_and_nobody_else_anything(stack: S
         async with asyncio.timeout(PATIENCE_S):
             while all(child.is_alive for child in stack.groups.values()):
                 await asyncio.sleep(0.01)
-        await asyncio.to_thread(stack.start_group, "three", model)
+        # Its trial takes one of them, which may be gone before anybody sees it; the other is for the bystanders.
+        await asyncio.to_thread(stack.start_group, "three", model, wait=False)
+        await asyncio.to_thread(stack.start_group, "four", model, wait=False)
         await judged
         assert isinstance(culprit.error, PoisonRequest)
         assert culprit.ids == b""
@@ -175,14 +177,15 @@ async def test_deadly_request_costs_two_groups_and_nobody_else_anything(stack: S
         for reading in bystanders:
             reading.check()
         found = await counters(client)
-        assert (found["groups_lost"], found["quarantined"], found["errors"]) == (2, 1, {"poison_request": 1})
+        assert (found["groups_lost"], found["quarantined"], found["errors"]) == (3, 1, {"poison_request": 1})
         again = await Reading("a deadly prompt", 5).run(client)
         assert isinstance(again.error, PoisonRequest)
         (await Reading("another prompt", 5).run(client)).check()
         assert (await counters(client))["poison_refusals"] == 1
-    assert sum(not child.is_alive for child in stack.groups.values()) == 2
+    assert sum(not child.is_alive for child in stack.groups.values()) == 3
 
 
+@pytest.mark.long
 async def test_request_that_is_deadly_in_mid_stream_is_found(stack: Stack) -> None:
     model = "fake:step_ms=4,alphabet=letters,exit_on=deadly,exit_after=40"
     await asyncio.to_thread(stack.start_group, "g0", model)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import mii_zmq as mii
+from mii_zmq import cli
 from mii_zmq.errors import InvalidRequest, PromptTooLong, ServiceError
 from mii_zmq.registry import Registry, process_identity
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, FakeModel
@@ -219,8 +220,10 @@ def test_two_deployments_with_default_settings() -> None:
             one.terminate_server()
 
 
-def test_a_model_is_found_by_its_name() -> None:
+def test_a_model_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     with mii.serve("fake:") as client:
         assert client.deployment == "fake-mii-deployment"
+        assert cli.main(["top", "--once", "--interval", "0.1", "fake:"]) == 0  # no gateway: over ZeroMQ
+        assert "fake-mii-deployment: ready" in capsys.readouterr().out
         with mii.client("fake:") as other:
             other.terminate_server()

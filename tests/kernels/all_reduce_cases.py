@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python all_reduce_cases.py CASE` in Triton's interpreter, or `compile CAPABILITY` without it: asserts, prints ok."""
+"""`python all_reduce_cases.py CASE`, or all of them, in Triton's interpreter; `compile CAPABILITY` without it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,18 +121,19 @@ def compile_kernel(kernel: Any, capability: int, constants: dict[str, Any]) -> N
     assert "ld.global.cg.v4" in ptx, "peers' memory is read 16 bytes at a time"
 
 
-def main(case: str, *arguments: str) -> None:
-    if case == "compile":
-        compile_all(int(arguments[0]))
-    elif case == "two_shot":
-        two_shot()
-    elif case == "alone":
-        one_shot(norm=False, world_size=1, epoch=4)
-    else:
-        one_shot(norm=case == "norm")
+CASES: dict[str, Callable[[], None]] = {
+    "one_shot": lambda: one_shot(norm=False),
+    "norm": lambda: one_shot(norm=True),
+    "two_shot": two_shot,
+    "alone": lambda: one_shot(norm=False, world_size=1, epoch=4),
+}
 
 
 if __name__ == "__main__":
-    hasten()
-    main(*sys.argv[1:])
+    if sys.argv[1:2] == ["compile"]:
+        compile_all(int(sys.argv[2]))
+    else:
+        hasten()
+        for case in sys.argv[1:] or CASES:
+            CASES[case]()
     print("ok")

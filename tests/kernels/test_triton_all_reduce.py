@@ -13,17 +13,16 @@ import pytest
 from tests.interpreter import INTERPRETED
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CASES = Path(__file__).with_name("all_reduce_cases.py")
 
 
-@pytest.mark.parametrize("case", ["one_shot", "norm", "two_shot", "alone"])
-def test_arithmetic(case: str) -> None:
+def test_arithmetic() -> None:
     environment = {**os.environ, **INTERPRETED, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(CASES), case], env=environment, check=True, timeout=100)
+    subprocess.run([sys.executable, str(CASES)], env=environment, check=True)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
 def test_compiles(capability: int) -> None:
-    subprocess.run([sys.executable, str(CASES), "compile", str(capability)], check=True, timeout=100)
+    subprocess.run([sys.executable, str(CASES), "compile", str(capability)], check=True)

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.test_triton_kernels import run_program
+from tests.kernels.test_triton_kernels import CAPABILITIES, run_program
 
 pytest.importorskip("triton")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.slow
 def test_experts_agree_with_the_oracle() -> None:
-    run_program("triton_moe_cases.py", "all")
+    run_program("triton_moe_cases.py")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", ["80", "90", "100"])
-def test_kernels_compile(capability: str) -> None:
-    run_program("triton_moe_compile.py", capability)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_compile(capability: int) -> None:
+    run_program("triton_moe_compile.py", str(capability))

@@ -3,7 +3,8 @@
 
 The whole decoder is compared in `tests/worker/models/cuda_decoder_cases.py`.
 
-A program of its own, because the interpreter is chosen when Triton is imported: `python triton_cases.py CASE`.
+A program of its own, because the interpreter is chosen when Triton is imported: `python triton_cases.py CASE`, or
+all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of the deterministic mode in Triton's interpreter: right, and a row's bits its own.
 
-A program of its own, because the interpreter is chosen when Triton is imported: `python triton_invariance.py CASE`.
+A program of its own, because the interpreter is chosen when Triton is imported: `python triton_invariance.py CASE`, or
+all of them.
 The interpreter cannot show how a GPU's instructions round: `scripts/verify_engine.py --deterministic` does, on a GPU.
 """
 

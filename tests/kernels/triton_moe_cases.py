@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixture of experts of the GPU decoder against the oracle, on tiny float32 tensors in Triton's interpreter.
 
-A program of its own, because the interpreter is chosen when Triton is imported: `python triton_moe_cases.py all`, or
-the names of cases.
+A program of its own, because the interpreter is chosen when Triton is imported: `python triton_moe_cases.py CASE`, or
+all of them.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     hasten()
-    torch.manual_seed(0)
-    for case in CASES if sys.argv[1] == "all" else sys.argv[1:]:
+    for case in sys.argv[1:] or CASES:
+        torch.manual_seed(0)
         CASES[case]()
         print(case, "ok")

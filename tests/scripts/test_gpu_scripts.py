@@ -29,7 +29,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(*arguments: str) -> list[dict[str, Any]]:
     """The JSON lines of a script."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=SCRIPTS.parent, capture_output=True, text=True, timeout=110,
+        [sys.executable, *arguments], cwd=SCRIPTS.parent, capture_output=True, text=True,
         env={"PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -116,6 +116,16 @@ def test_gpu_checks_outlive_what_fails_or_hangs(script: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_the_gpu_tests_need_no_plugin_of_the_others(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_one(): ...")
+    command = [sys.executable, *script("gpu_checks").PYTEST, "-q", "-p", "no:asyncio", str(tmp_path)]
+    done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_engine_benchmark_runs_dry() -> None:
     arguments = ("--dry-run", "--repeat", "1", "--batches", "1,8", "--profile", "8")
     found = run("scripts/bench_engine.py", "decode", "sampling", "timeline", *arguments)
@@ -125,6 +135,7 @@ def test_the_engine_benchmark_runs_dry() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_kernel_cases_call_their_kernels() -> None:
     found = run("scripts/bench_kernels.py", "--interpret", "--cases", "(1, ", "--only", "attention", "small")
     assert found[-1]["failed"] == 0

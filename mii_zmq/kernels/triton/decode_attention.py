@@ -95,10 +95,12 @@ def decode_attention_kernel(
         tile = pool_ptr + block * block_stride + head_offset + (key % BLOCK_SIZE) * HEAD_DIM
         offsets = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
         n_mask = key + offs_n < end
-        if HEAD_PAD == HEAD_DIM:
-            k = tl.load(tile + offsets)
-        else:
-            k = tl.load(tile + offsets, mask=d_mask[None, :], other=0.0)
+        # Slots beyond the sequence cost nothing, and are zero: they hold whatever was there before, possibly NaN, and
+        # 0 * NaN is NaN.
+        kv_mask = n_mask[:, None]
+        if HEAD_PAD != HEAD_DIM:
+            kv_mask = kv_mask & d_mask[None, :]
+        k = tl.load(tile + offsets, mask=kv_mask, other=0.0)
         s = tl.dot(q, tl.trans(k)) * scale_log2
         if HAS_SOFTCAP:
             # scale_log2 carries log2(e); the cap applies to the natural-scale score.
@@ -115,11 +117,7 @@ def decode_attention_kernel(
         p = tl.where(visible[None, :], tl.exp2(s - m_new[:, None]), 0.0)
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
-        # Slots beyond the sequence hold whatever was there before, possibly NaN: zero them, 0 * NaN is NaN.
-        v_mask = n_mask[:, None]
-        if HEAD_PAD != HEAD_DIM:
-            v_mask = v_mask & d_mask[None, :]
-        v = tl.load(tile + v_offset + offsets, mask=v_mask, other=0.0)
+        v = tl.load(tile + v_offset + offsets, mask=kv_mask, other=0.0)
         acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
         m_i = m_new
 

@@ -121,7 +121,10 @@ class LayerBuilder:
         if pending is None:
             return Source(X, norm)
         post = pending.post
-        if post is None and norm is not None and isinstance(collectives, FusedCollectives) and norm.is_plain_rms:
+        # In the deterministic mode one kernel makes the norm, whatever the number of rows: another one adds up the
+        # squares in another order.
+        can_fuse = post is None and not self._deterministic
+        if can_fuse and norm is not None and norm.is_plain_rms and isinstance(collectives, FusedCollectives):
             launches.append(_fused(collectives, norm, collectives.reduce, pdl))
             return Source(NORMED)
         if collectives is not None:

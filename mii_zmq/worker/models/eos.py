@@ -33,11 +33,12 @@ def _tokenizer_eos(directory: Path) -> int | None:
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         return None
-    for token_id, entry in (settings.get("added_tokens_decoder") or {}).items():
+    added = settings.get("added_tokens_decoder")
+    for token_id, entry in added.items() if isinstance(added, dict) else ():
         if isinstance(entry, dict) and entry.get("content") == content and str(token_id).isdecimal():
             return int(token_id)
-    tokenizer = read_json(directory / "tokenizer.json") or {}
-    for entry in tokenizer.get("added_tokens") or ():
+    added = (read_json(directory / "tokenizer.json") or {}).get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
         if isinstance(entry, dict) and entry.get("content") == content:
             return entry.get("id")
     return None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mii_zmq.errors import InternalError, ModelUnsupported
 from mii_zmq.kernels import Attention, AttentionShape, CellMapping, KvLayer, OpTable, RaggedLayout
 from mii_zmq.worker.models.decoder import ForwardBatch
-from mii_zmq.worker.models.fallback_attention import EAGER, PAGED, answering
+from mii_zmq.worker.models.fallback_attention import EAGER, PAGED, AttentionCall, answering
 from mii_zmq.worker.models.fallback_config import read_fallback_config
 from mii_zmq.worker.models.fallback_probe import NUM_PROBE_TOKENS, LayerShape, Probe
 from mii_zmq.worker.models.fallback_weights import build_model
@@ -93,27 +93,18 @@ class _PagedStep:
         self._batch, self._kv_layers = batch, kv_layers
         self._plans: dict[tuple[int, int | None], Any] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        index, attention, layer = self._layers[module]
-        if scale is not None and scale != layer.scale:
-            raise InternalError(f"layer {index} scales its scores by {scale}, by {layer.scale} when it was loaded")
+    def attend(self, call: AttentionCall) -> Tensor:
+        index, attention, layer = self._layers[call.module]
+        if call.scale is not None and call.scale != layer.scale:
+            raise InternalError(f"layer {index} scales its scores by {call.scale}, by {layer.scale} when it was loaded")
         plan_key = (id(attention), layer.window)
         if plan_key not in self._plans:
             self._plans[plan_key] = attention.plan(self._batch.layout, layer.window)
-        qkv = torch.cat([heads[0].transpose(0, 1) for heads in (query, key, value)], 1).to(self._dtype)
+        qkv = torch.cat([heads[0].transpose(0, 1) for heads in (call.query, call.key, call.value)], 1).to(self._dtype)
         kv = self._kv_layers[index]
         self._write_kv(qkv, kv, self._batch.mapping)
         attended = attention(qkv, kv, self._plans[plan_key])
-        return attended.view(1, -1, layer.num_heads, layer.head_dim).to(query.dtype)
+        return attended.view(1, -1, layer.num_heads, layer.head_dim).to(call.query.dtype)
 
     def mask(self, visible: Callable[..., Any], num_tokens: int, like: dict[str, Any]) -> Tensor:
         raise InternalError("no masks are built with paged attention")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -22,20 +23,28 @@ EAGER = "eager"
 """transformers' own."""
 
 
-class Step(Protocol):
-    """Answers the attention calls of one forward pass. All tokens lie in a batch of one."""
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a layer asks for. All tokens lie in a batch of one."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """query [1, Hq, T, D], key and value [1, Hk, T, D] -> [1, T, Hq, D]."""
+    module: nn.Module
+    """The layer's attention."""
+    query: Tensor
+    """[1, Hq, T, D]."""
+    key: Tensor
+    """[1, Hk, T, D], as is `value`."""
+    value: Tensor
+    mask: Tensor | None
+    scale: float | None
+    options: dict[str, Any]
+    """The family's other keyword arguments."""
+
+
+class Step(Protocol):
+    """Answers the attention calls of one forward pass."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """[1, T, Hq, D]."""
 
     def mask(self, visible: Callable[..., Any], num_tokens: int, like: dict[str, Any]) -> Tensor:
         """`visible(batch, head, query position, key position)` says what a layer may see; `like` has dtype, device."""
@@ -73,7 +82,7 @@ def _attend(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    return _step.get().attend(module, query, key, value, attention_mask, scaling, options), None
+    return _step.get().attend(AttentionCall(module, query, key, value, attention_mask, scaling, options)), None
 
 
 def _mask(*, q_length: int, mask_function: Callable[..., Any], dtype: Any, device: Any, **_: Any) -> Tensor:

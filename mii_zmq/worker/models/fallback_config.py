@@ -126,6 +126,8 @@ def _model_class(family: str, config: Any) -> Any:
 
 def _check_layers(family: str, config: Any, model_class: Any) -> None:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    if not isinstance(kinds, (list, tuple)):
+        raise CheckpointError(f"the {family} config has layers of the kinds {kinds!r:.60}; they must be a list")
     others = sorted({str(kind) for kind in kinds} - set(_ATTENTION_KINDS))
     if others:
         raise ModelUnsupported(

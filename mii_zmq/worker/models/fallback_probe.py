@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mii_zmq.errors import ModelUnsupported
+
+if TYPE_CHECKING:
+    from mii_zmq.worker.models.fallback_attention import AttentionCall
 
 NUM_PROBE_TOKENS = 5
 MAX_HORIZON = 2**20
@@ -64,16 +67,8 @@ class Probe:
         self._masks.append((mask, window))
         return mask
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
+        module, query, key, value = call.module, call.query, call.key, call.value
         num_heads, num_tokens, head_dim = query.shape[1:]
         if module in self.layers:
             raise self._unsupported("calls attention twice in one layer")
@@ -81,17 +76,17 @@ class Probe:
             raise self._unsupported(f"attends to {key.shape[2]} keys for {num_tokens} tokens (cross attention)")
         if value.shape[-1] != key.shape[-1] or key.shape[-1] != head_dim:
             raise self._unsupported(f"has keys of {key.shape[-1]} and values of {value.shape[-1]} elements per head")
-        if any(options.get(name) is not None for name in ("s_aux", "sinks")):
+        if any(call.options.get(name) is not None for name in ("s_aux", "sinks")):
             raise self._unsupported("has attention sinks")
         if getattr(module, "is_causal", True) is False:
             raise self._unsupported("has layers that look ahead (bidirectional attention)")
-        scale = head_dim**-0.5 if scale is None else scale
-        softcap = options.get("softcap") or 0.0
+        scale = head_dim**-0.5 if call.scale is None else call.scale
+        softcap = call.options.get("softcap") or 0.0
         if not isinstance(scale, int | float) or not isinstance(softcap, int | float):
             raise self._unsupported("computes the scale of its scores for each token")
-        if mask is None:
+        if call.mask is None:
             raise self._unsupported("attends without a causal mask")
-        window = self._window(mask)
+        window = self._window(call.mask)
         layer = LayerShape(num_heads, key.shape[1], head_dim, float(scale), float(softcap), window)
         self._check_like_others(layer)
         self.layers[module] = layer
@@ -99,7 +94,7 @@ class Probe:
         scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        shares = torch.softmax((scores + mask).float(), -1).to(value.dtype)
+        shares = torch.softmax((scores + call.mask).float(), -1).to(value.dtype)
         return (shares @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
 
     def _window(self, mask: Tensor) -> int | None:

@@ -192,11 +192,13 @@ def _rope_scaling(file: GgufFile, data: _Metadata, head_dim: int) -> dict[str, A
 def _llama3_scaling(file: GgufFile, theta: float, rotary_dim: int) -> dict[str, Any] | None:
     """The settings that give the stored factors, by which the frequencies are divided."""
     stored = file.read("rope_freqs.weight").double().flatten()
+    refusal = ModelUnsupported(f"{file.path} has rotary factors (rope_freqs.weight) other than those of Llama 3")
+    if 2 * len(stored) != rotary_dim:
+        raise refusal
     factor = float(f"{float(stored.max()):.6g}")
     if factor == 1.0:
         return None
-    refusal = ModelUnsupported(f"{file.path} has rotary factors (rope_freqs.weight) other than those of Llama 3")
-    if 2 * len(stored) != rotary_dim or factor <= 0:
+    if factor <= 0:
         raise refusal
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     smooth = (LLAMA3_CONTEXT / wavelengths - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)

@@ -88,6 +88,12 @@ class GgufSource:
         """Every tensor of the file under its new name; unknown ones keep theirs, for the loader to refuse."""
         known = self._known_names()
         origins: dict[str, _Origin] = {}
+
+        def add(name: str, origin: _Origin) -> None:
+            if name in origins:
+                raise CheckpointError(f"{self._path} holds {origins[name].name} and {origin.name}, which are the same")
+            origins[name] = origin
+
         for stored, tensor in self._file.tensors.items():
             if stored in DERIVED:
                 continue
@@ -98,10 +104,9 @@ class GgufSource:
                 shape = (1, *shape)
             if role in _EXPERT_ROLES and len(shape) == 3:
                 for expert in range(shape[0]):
-                    own = f"{name.replace('{e}', str(expert))}.{suffix}"
-                    origins[own] = _Origin(stored, shape[1:], role, expert)
+                    add(f"{name.replace('{e}', str(expert))}.{suffix}", _Origin(stored, shape[1:], role, expert))
             else:
-                origins[name + dot + suffix] = _Origin(stored, shape, role)
+                add(name + dot + suffix, _Origin(stored, shape, role))
         return origins
 
     def _known_names(self) -> dict[str, tuple[Role, str]]:

@@ -7,6 +7,7 @@ with a silently ignored setting that would change its text. `auto_map` is never 
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,10 @@ def load_model_config(directory: Path) -> ModelConfig:
     raw = read_config(directory)
     spec = find_spec(raw)
     if spec is None:
+        names = raw.get("architectures")
+        named = names[0] if isinstance(names, list) and names else None
         raise ModelUnsupported(
-            f"config.json names the architecture {(raw.get('architectures') or [None])[0]!r}; supported are "
-            f"{', '.join(sorted(ARCHITECTURES))}"
+            f"config.json names the architecture {named!r}; supported are {', '.join(sorted(ARCHITECTURES))}"
         )
     _check_keys(raw, spec)
     values = _canonical(raw, spec)
@@ -146,7 +148,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         spec=spec,
         **{name: values[name] for name in _INTEGERS if name != "max_position_embeddings"},
         max_position_embeddings=context,
-        norm_eps=float(values["norm_eps"]),
+        norm_eps=_real(spec, "norm_eps", values["norm_eps"]),
         activation=_activation(values["activation"]),
         tie_word_embeddings=bool(values["tie_word_embeddings"]),
         qkv_bias=_bias(raw, spec, spec.qkv_bias),
@@ -156,10 +158,10 @@ def load_model_config(directory: Path) -> ModelConfig:
         ropes=ropes,
         dtype=_dtype(raw),
         eos_token_ids=eos_token_ids(directory, raw, values["vocab_size"]),
-        scale=float(values.get("query_scalar") or values["head_dim"]) ** -0.5,
+        scale=_real(spec, "query_scalar", values.get("query_scalar") or values["head_dim"]) ** -0.5,
         alibi_scale=values["head_dim"] ** -0.5 if values.get("scales_alibi") else 1.0,
-        attn_softcap=float(values.get("attn_softcap") or 0.0),
-        logit_softcap=float(values.get("logit_softcap") or 0.0),
+        attn_softcap=_real(spec, "attn_softcap", values.get("attn_softcap") or 0.0),
+        logit_softcap=_real(spec, "logit_softcap", values.get("logit_softcap") or 0.0),
         embed_dim=0 if values.get("embed_dim") in (None, values["hidden_size"]) else values["embed_dim"],
         moe=read_experts(values, spec, values["num_layers"]),
     )
@@ -190,7 +192,7 @@ def _check_keys(raw: dict[str, Any], spec: ArchSpec) -> None:
 
 def _check_required(spec: ArchSpec, key: str, value: Any) -> None:
     supported, reason = spec.required[key]
-    choices = supported if isinstance(supported, frozenset) else (supported,)
+    choices = tuple(supported) if isinstance(supported, frozenset) else (supported,)
     if value is not None and value not in choices:
         named = " or ".join(sorted(map(repr, choices)))
         raise ModelUnsupported(f"config.json has {key} = {value!r}, supported is {named}: {reason}")
@@ -240,9 +242,18 @@ def _fill_sizes(spec: ArchSpec, values: dict[str, Any]) -> None:
 
 
 def _check_positive(spec: ArchSpec, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        key = spec.fields[name][0] if name in spec.fields else name
-        raise CheckpointError(f"config.json has {key} = {value!r}; it must be a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
+        raise CheckpointError(f"config.json has {_key(spec, name)} = {value!r:.60}; it must be a positive integer")
+
+
+def _real(spec: ArchSpec, name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
+        raise CheckpointError(f"config.json has {_key(spec, name)} = {value!r}; it must be a number, 0 or more")
+    return float(value)
+
+
+def _key(spec: ArchSpec, name: str) -> str:
+    return spec.fields[name][0] if name in spec.fields else name
 
 
 def _bias(raw: dict[str, Any], spec: ArchSpec, choice: bool | str) -> bool:
@@ -253,9 +264,9 @@ def _bias(raw: dict[str, Any], spec: ArchSpec, choice: bool | str) -> bool:
 
 
 def _activation(name: object) -> str:
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelUnsupported(f"the activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[str(name)]
+    return _ACTIVATIONS[name]
 
 
 def _dtype(raw: dict[str, Any]) -> str:

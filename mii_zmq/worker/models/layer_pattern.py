@@ -70,6 +70,8 @@ def _pattern(raw: dict[str, Any], spec: ArchSpec, num_layers: int) -> tuple[bool
         return (True,) * num_layers
     if spec.window is WindowKind.BY_SWITCH:
         first = raw.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+        if not isinstance(first, int):
+            raise CheckpointError(f"config.json has max_window_layers = {first!r}; it must be an integer")
         return tuple(layer >= first for layer in range(num_layers))
     keys = [key for key in PATTERN_KEYS if raw.get(key) is not None]
     pattern = raw[keys[0]] if keys else spec.defaults["sliding_window_pattern"]
@@ -88,7 +90,16 @@ def read_experts(values: dict[str, Any], spec: ArchSpec, num_layers: int) -> Moe
     num_experts, top_k = values["num_experts"], values["top_k"]
     width = values.get("moe_intermediate_size") or values["intermediate_size"]
     step, dense = values.get("decoder_sparse_step") or 1, values.get("mlp_only_layers") or ()
-    for name, value in (("experts", num_experts), ("experts per token", top_k), ("channels per expert", width)):
+    shared = values["shared_intermediate_size"] if spec.has(Role.SHARED_UP) else 0
+    if not isinstance(dense, (list, tuple)):
+        raise CheckpointError(f"config.json has mlp_only_layers = {dense!r}; it must be a list of layers")
+    for name, value in (
+        ("experts", num_experts),
+        ("experts per token", top_k),
+        ("channels per expert", width),
+        ("layers from one with experts to the next", step),
+        *([("channels of the shared expert", shared)] if spec.has(Role.SHARED_UP) else []),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise CheckpointError(f"config.json gives {value!r} as the number of {name}; it must be a positive integer")
     if top_k > num_experts:
@@ -98,6 +109,6 @@ def read_experts(values: dict[str, Any], spec: ArchSpec, num_layers: int) -> Moe
         top_k=top_k,
         intermediate_size=width,
         renormalise=bool(values["norm_topk_prob"]),
-        shared_intermediate_size=values["shared_intermediate_size"] if spec.has(Role.SHARED_UP) else 0,
+        shared_intermediate_size=shared,
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
     )

@@ -8,6 +8,7 @@ Settings stand at the top level (`rope_theta`, `partial_rotary_factor`), in `rop
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -44,17 +45,13 @@ def read_ropes(spec: ArchSpec, values: dict[str, Any], windows: LayerWindows) ->
     """
     if spec.position is not PositionKind.ROPE:
         return (None,) * len(windows.is_local)
-    settings = values.get("rope_scaling") or {}
-    if not isinstance(settings, dict):
-        raise CheckpointError(
-            f"config.json has rope settings of type {type(settings).__name__}; they must be an object"
-        )
+    settings = _object(values.get("rope_scaling"))
     theta, local_theta = values["rope_theta"], values.get("rope_local_theta")
     if settings.keys() & set(_LAYER_KINDS):
         if unknown := settings.keys() - set(_LAYER_KINDS):
             raise ModelUnsupported(f"config.json: {sorted(unknown)[0]} beside rope settings per kind of layer")
-        full = _read(settings.get("full_attention") or {}, theta, values)
-        local = _read(settings.get("sliding_attention") or {}, local_theta or theta, values)
+        full = _read(_object(settings.get("full_attention")), theta, values)
+        local = _read(_object(settings.get("sliding_attention")), local_theta or theta, values)
     else:
         full = _read(settings, theta, values)
         local = full if local_theta is None else _read({}, local_theta, values)
@@ -74,13 +71,22 @@ def served_context(ropes: tuple[RopeConfig | None, ...], values: dict[str, Any])
         if rope is not None and rope.kind in ("dynamic", "yarn"):
             context = max(context, int(rope.original_max_position_embeddings * rope.factor))
         elif rope is not None and rope.kind == "linear":
-            context = max(context, int(values.get("max_sequence_length") or 0))
+            context = max(context, int(_number(values.get("max_sequence_length") or context, "max_sequence_length")))
     return context
+
+
+def _object(settings: Any) -> dict[str, Any]:
+    settings = settings or {}
+    if not isinstance(settings, dict):
+        raise CheckpointError(
+            f"config.json has rope settings of type {type(settings).__name__}; they must be an object"
+        )
+    return settings
 
 
 def _read(settings: dict[str, Any], default_theta: float, values: dict[str, Any]) -> RopeConfig:
     settings = {key: value for key, value in settings.items() if value is not None}
-    kind = settings.get("rope_type") or settings.get("type") or "default"
+    kind = str(settings.get("rope_type") or settings.get("type") or "default")
     kind = _ALIASES.get(kind, kind)
     if kind not in _KINDS:
         raise ModelUnsupported(f"config.json has the rope_type {kind!r}; supported are {', '.join(_KINDS)}")
@@ -100,6 +106,11 @@ def _read(settings: dict[str, Any], default_theta: float, values: dict[str, Any]
     # What stands at the top level (Phi-3) wins; dynamic scaling grows from max_position_embeddings in any case.
     original = values.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
     original = context if kind == "dynamic" else int(_number(original or context, "original_max_position_embeddings"))
+    if original < 2 or theta <= 1:
+        raise CheckpointError(
+            f"config.json scales its rotary embedding from {original} positions with the base {theta:g}; both must be "
+            "larger than 1"
+        )
     if kind == "longrope":
         return _longrope(settings, theta, rotary_dim, original, context)
     factor = _number(settings["factor"], "factor")
@@ -177,6 +188,6 @@ def _rotary_dim(settings: dict[str, Any], values: dict[str, Any]) -> int:
 
 
 def _number(value: Any, key: str) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"config.json has {key} = {value!r} in its rope settings; it must be a positive number")
     return float(value)

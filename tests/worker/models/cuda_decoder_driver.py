@@ -79,6 +79,7 @@ class RankCollectives:
 
     baton: Baton
     rank: int
+    may_fuse: bool
 
     def reduce(self, x: Tensor) -> None:
         x.copy_(torch.stack(self.baton.exchange(self.rank, x)).sum(0))
@@ -89,6 +90,7 @@ class RankCollectives:
         return torch.cat(parts, dim=1)
 
     def reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> bool:
+        assert self.may_fuse, "which operation makes a row's norm depends on the number of rows"
         if len(x) > FUSED_TOKENS:
             return False
         residual.add_(torch.stack(self.baton.exchange(self.rank, x)).sum(0))
@@ -114,7 +116,7 @@ class GpuRank:
         weights = copy.deepcopy(whole if is_alone else shard_weights(whole, config, shard))
         self.decoder = CudaDecoder(
             config, weights, self.state, self.layout, BUDGET, BLOCK, MAX_LEN, card, deterministic,
-            shard, None if is_alone else RankCollectives(baton, rank.rank),
+            shard, None if is_alone else RankCollectives(baton, rank.rank, not deterministic),
         )  # fmt: skip
         shape = BlockShape(config.num_layers, shard.num_kv_heads, BLOCK, config.head_dim, torch.float32)
         pool = KvPool(np, shape, NUM_BLOCKS)

@@ -22,6 +22,7 @@ GROUPS = [("plain", "norms"), ("parallel", "ropes"), ("experts", "deterministic"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_logits_are_those_of_the_cpu_decoder(groups: tuple[str, ...]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}

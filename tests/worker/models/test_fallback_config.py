@@ -68,6 +68,7 @@ def test_what_cannot_run_is_refused(config: dict[str, Any], message: str, tmp_pa
         ("[]", "must hold a JSON object"),
         ('{"model_type": "granite", "hidden_size": "many"}', "is not a granite config.*hidden_size"),
         ('{"model_type": "granite", "rope_parameters": 7}', "is not a granite config"),
+        ('{"model_type": "granite", "layers_block_type": 7}', "layers of the kinds 7"),
     ],
 )
 def test_broken_configs_are_refused(text: str | None, message: str, tmp_path: Path) -> None:

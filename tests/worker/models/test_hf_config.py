@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from mii_zmq.errors import CheckpointError, ModelUnsupported
+from mii_zmq.errors import CheckpointError, ModelUnsupported, StartupError
 from mii_zmq.worker.models.archs import specs_by_architecture
 from mii_zmq.worker.models.hf_config import has_spec, load_model_config
+from mii_zmq.worker.models.rotary import inverse_frequencies
 from mii_zmq.worker.models.spec import ArchSpec, MlpKind, ModelConfig, PositionKind, QkvKind, ResidualKind, Role
 from tests.worker.models.checkpoints import CONFIGS
 from tests.worker.models.conftest import Checkpoints
@@ -97,6 +98,37 @@ def test_settings_that_would_change_the_text_are_refused(tmp_path: Path, changes
 def test_malformed_numbers(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, {**SMOL, **changes})
+
+
+NONSENSE: tuple[Any, ...] = (True, -1, 0, 0.5, 1, 10**400, math.inf, "x", [[]], {"a": 1})
+ABSENT = ("max_window_layers", "mlp_only_layers", "max_sequence_length", "original_max_position_embeddings")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma-2-9b", "phi-4-mini", "qwen1.5-moe-a2.7b", "qwen2.5-7b-yarn"])
+def test_nonsense_in_any_key_is_taken_or_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    raw = PUBLISHED[name]
+    nested = {key: value for key, value in raw.items() if isinstance(value, dict)}
+    for junk in NONSENSE:
+        changes = [{key: junk} for key in (*raw, *ABSENT)]
+        changes += [{key: value | {inner: junk}} for key, value in nested.items() for inner in value]
+        for change in changes:
+            try:
+                config = load(tmp_path, {**raw, **change})
+            except StartupError as error:
+                message = error.message
+            else:
+                message = ""
+                assert all(isinstance(value, float) for value in (config.scale, config.norm_eps, config.logit_softcap))
+                assert all(len(inverse_frequencies(rope)) for rope in set(config.ropes) if rope is not None)
+            assert "\n" not in message
+
+
+@pytest.mark.parametrize("junk", [3, "x", [1], {"a": 1}])
+def test_nonsense_beside_the_tokenizer_names_no_end(tmp_path: Path, junk: object) -> None:
+    settings = {"eos_token": "</s>", "added_tokens_decoder": junk}
+    config = load(tmp_path, SMOL, tokenizer_config=settings, tokenizer={"added_tokens": junk})
+    assert config.eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"x"'])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -314,6 +315,21 @@ def test_absurd_counts_inside_gguf(tmp_path: Path) -> None:
     refused(write(name + struct.pack("<IQIQ", 1, 8, 0, 2**62), 1, 0), "ends behind the end")
     refused(write(name + struct.pack("<I", 2**31), 1, 0), "dimensions")
     refused(write(name + struct.pack("<IQIQ", 1, 8, 999, 0), 1, 0), "type 999", ModelUnsupported)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "match"),
+    [
+        ("model.norm.weight", np.zeros(48, np.float32), "holds output_norm.weight and model.norm.weight"),
+        ("rope_freqs.weight", np.zeros(0, np.float32), "other than those of Llama 3"),
+        ("rope_freqs.weight", np.full(4, np.nan, np.float32), "other than those of Llama 3"),
+    ],
+)
+def test_gguf_tensors_that_contradict_others(tmp_path: Path, name: str, values: np.ndarray, match: str) -> None:
+    config = LlamaConfig(**{**COMMON, "num_hidden_layers": 1, "vocab_size": 300})
+    tensors = gguf_tensors(tiny_model(config), "llama") | {name: values}
+    path = write_file(tmp_path / "odd.gguf", "llama", {**model_fields(config), **tokenizer_fields(300)}, tensors)
+    refused(path, match, StartupError)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

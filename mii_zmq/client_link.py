@@ -279,7 +279,7 @@ class Link:
             log.warning("the broker reports: %s", error)
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        self._heartbeat_s = welcome.heartbeat_ms / 1000
+        self._heartbeat_s = max(0.01, welcome.heartbeat_ms / 1000)
         self._liveness = welcome.liveness
         is_new = welcome.epoch != self._epoch
         self._epoch = welcome.epoch

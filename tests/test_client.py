@@ -240,7 +240,7 @@ async def test_request_is_sent_again_to_a_restarted_broker(broker: ScriptedBroke
         successor.close()
 
 
-@pytest.mark.parametrize("broker", [{"liveness": 4}], indirect=True, ids=["watched closely"])
+@pytest.mark.parametrize("broker", [{"liveness": 20}], indirect=True, ids=["watched closely"])
 async def test_after_silence_everything_is_sent_again(broker: ScriptedBroker, client: AsyncClient) -> None:
     """The broker may have given the client up, and its word of that been lost."""
     generation = start(client)
@@ -260,7 +260,7 @@ async def test_after_silence_everything_is_sent_again(broker: ScriptedBroker, cl
     assert (await generation.result()).token_ids == [7, 8]
 
 
-@pytest.mark.parametrize("broker", [{"liveness": 4}], indirect=True, ids=["watched closely"])
+@pytest.mark.parametrize("broker", [{"liveness": 20}], indirect=True, ids=["watched closely"])
 async def test_requests_wait_for_a_broker_that_is_away(broker: ScriptedBroker, client: AsyncClient) -> None:
     broker.is_mute = True
     async with asyncio.timeout(PATIENCE_S):
@@ -367,7 +367,7 @@ class TestSeveralBrokers:
         rest = await generation.result()
         assert ([d.finish_reason for d in first], rest.text, rest.token_ids) == (["length"], "", [7])
 
-    @pytest.mark.parametrize("broker", [{"liveness": 4}], indirect=True, ids=["watched closely"])
+    @pytest.mark.parametrize("broker", [{"liveness": 20}], indirect=True, ids=["watched closely"])
     async def test_broker_that_was_silent_hears_first_that_its_requests_are_gone(
         self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
     ) -> None:

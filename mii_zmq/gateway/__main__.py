@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -68,6 +69,10 @@ async def serve(config: GatewayConfig, listener: socket.socket, link: ChildLink)
         with contextlib.suppress(BrokerUnavailable):
             await client.connect(BROKER_WAIT_S)
         door = await open_door(runner, listener)
+        # Requests leave few cycles: full collections over the start-up's objects would be pauses only.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         log.info("ready: %s, brokers %s", url, ", ".join(config.brokers))
         link.announce(ready=True, url=url)
         await stop.wait()

@@ -28,6 +28,7 @@ from mii_zmq.gateway.sse import encode
 from mii_zmq.gateway.state import GATEWAY
 
 OPENAPI_VERSION = "3.1.0"
+IGNORED_FIELDS = "x-ignored-fields"
 ANY_MODEL = "model"
 """In examples, while nothing is served."""
 _WORD = re.compile(r"\w+")
@@ -91,11 +92,11 @@ def _encoded(routes: tuple[Route, ...], model: str) -> bytes:
 
 
 def _operation(route: Route, operation: Operation, model: str) -> dict[str, Any]:
-    answers = {"200": _response("The answer.", operation.answers, is_error=False)}
+    answers = {"200": _response("The answer.", operation.answers)}
     answers |= _errors(route.path, operation.errors)
     _add_errors_of_http(answers)
     for status, (meaning, bodies) in operation.others.items():
-        answers[str(status)] = _response(meaning, bodies, is_error=False)
+        answers[str(status)] = _response(meaning, bodies)
     found: dict[str, Any] = {
         "operationId": "_".join([route.method.lower(), *_WORD.findall(route.path)]),
         "tags": [operation.tag],
@@ -104,6 +105,7 @@ def _operation(route: Route, operation: Operation, model: str) -> dict[str, Any]
         "responses": dict(sorted(answers.items())),
     }
     if operation.request is not None:
+        answers["200"]["headers"][IGNORED_FIELDS] = {"description": "Fields that had no effect.", "schema": TEXT}
         content: dict[str, Any] = {"schema": operation.request}
         if operation.examples:
             named = {} if "{deployment}" in route.path else {"model": model}
@@ -113,13 +115,15 @@ def _operation(route: Route, operation: Operation, model: str) -> dict[str, Any]
 
 
 def _parameters(path: str, operation: Operation, model: str) -> list[Schema]:
+    examples = {"model": model, "deployment": model, "name": page.PAGE}
     found = []
     for part in path.split("/"):
         if part.startswith("{"):
             name = part.strip("{}")
             parameter: dict[str, Any] = {"name": name, "in": "path", "required": True}
             parameter["schema"] = {"type": "string", "minLength": 1}
-            parameter["example"] = page.PAGE if name == "name" else model
+            if name in examples:
+                parameter["example"] = examples[name]
             found.append(parameter)
     return [*found, *operation.parameters, *(TERMS if operation.has_terms else ()), REQUEST_ID]
 
@@ -156,9 +160,9 @@ def _error_schema(path: str) -> str:
     return "OpenAIErrorAnswer" if path.startswith(OPENAI_PREFIXES) else "MiiErrorAnswer"
 
 
-def _response(meaning: str, bodies: Any, status: int = 0, *, is_error: bool = True) -> dict[str, Any]:
+def _response(meaning: str, bodies: Any, status: int = 200) -> dict[str, Any]:
     headers = {REQUEST_ID_HEADER: {"required": status != 400, "schema": TEXT}}
-    if is_error and status in (429, 503):
+    if status in (429, 503):
         headers["Retry-After"] = {"required": True, "schema": {"type": "integer", "minimum": 1}}
     found: dict[str, Any] = {"description": meaning, "headers": headers}
     if bodies:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of the doors' answers, for their description in OpenAPI; the doors themselves write them field by field.
+"""The shapes of the doors' answers, for their description; the doors themselves write them field by field.
 
-What is listed here is promised; an answer may hold more. Schemas are made by msgspec: a field with a default may be
-missing.
+What is listed here is promised, but for fields with a default, which may be missing; an answer may hold more.
 """
 
 from __future__ import annotations
@@ -298,4 +297,4 @@ ANSWERS: dict[str, type[Struct]] = {
         Readiness, Status, MiiErrorAnswer, OpenAIErrorAnswer, AnthropicErrorAnswer,
     )
 }  # fmt: skip
-"""Those that are named by an operation; the others are parts of them."""
+"""Those that operations name; the others are parts of them."""

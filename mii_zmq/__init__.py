@@ -12,6 +12,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from mii_zmq.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from mii_zmq.api import (
         AsyncMIIClient,
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from mii_zmq.registry import DeploymentNotFoundError
     from mii_zmq.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = [
     "AsyncMIIClient",
     "DeploymentNotFoundError",

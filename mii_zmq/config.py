@@ -67,6 +67,10 @@ class EngineConfig:
     prefix_cache: bool = setting("reuse KV blocks of equal prompt prefixes", True)
     num_threads: int | None = setting("CPU threads of each rank (default: the cores available, divided)", None)
     tensor_parallel: int = setting("ranks (processes, on a GPU one per card) that share one copy of the model", 1)
+    peer_memory: bool = setting(
+        "exchange between a group's GPUs through each other's memory where that beats NCCL; no: NCCL does all of it",
+        True,
+    )
     device_index: int = setting("first GPU of this group among the visible ones; further ranks take the next", 0)
     deterministic: bool = setting(
         "results do not depend on what else is in the batch (slower; on a GPU, in bfloat16 or float16)", False

@@ -64,6 +64,7 @@ def parse_chat(fields: Fields) -> OpenAIRequest:
     )
     if any(tool.function and tool.function.strict for tool in values.get("tools", ())):
         parsed.ignored.append("tools.strict")
+    checked_params({"max_new_tokens": values.get("max_tokens")}, {"max_new_tokens": "max_tokens"})  # used or not
     limit = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     return _request(parsed, CHAT_FIELDS, [body], limit, None, tools)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from aiohttp import web
 
-from mii_zmq import __version__
 from mii_zmq.errors import BrokerUnavailable, MiiError
 from mii_zmq.gateway import page
 from mii_zmq.gateway.http_errors import ANTHROPIC_PREFIX, JSON, OPENAI_PREFIXES, openai_error
@@ -26,6 +25,7 @@ from mii_zmq.gateway.openapi_operations import REQUEST_ID, TERMS, TEXT, Operatio
 from mii_zmq.gateway.openapi_requests import Schema, component_schemas, ref
 from mii_zmq.gateway.sse import encode
 from mii_zmq.gateway.state import GATEWAY
+from mii_zmq.version import __version__
 
 OPENAPI_VERSION = "3.1.0"
 IGNORED_FIELDS = "x-ignored-fields"

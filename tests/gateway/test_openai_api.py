@@ -296,3 +296,9 @@ async def test_models(http: aiohttp.ClientSession, broker: FakeClient) -> None:
     async with http.get("/v1/models/nobody") as response:
         assert response.status == 404
         assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+async def test_a_limit_that_another_one_replaces_is_checked_too(http: aiohttp.ClientSession) -> None:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5}
+    status, found = await post(http, "/v1/chat/completions", {**body, "max_tokens": 2**31})
+    assert (status, found["error"]["param"]) == (400, "max_tokens")

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,10 +18,11 @@ from mii_zmq.errors import InvalidRequest
 from mii_zmq.gateway.openapi import describe, routes_of
 from mii_zmq.gateway.openapi_answers import ANSWERS
 from mii_zmq.gateway.openapi_operations import OPERATIONS, operation_of
-from mii_zmq.gateway.openapi_requests import CHOICES, PARAM_LIMITS, component_schemas
+from mii_zmq.gateway.openapi_requests import CHOICES, FIELD_LIMITS, PARAM_LIMITS, component_schemas
 from mii_zmq.sampling_params import SamplingParams
 from tests.gateway.fake_client import FakeClient
 
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 METHODS = {"get", "post"}
 
 
@@ -60,7 +63,7 @@ async def test_it_is_served_without_a_broker(http: aiohttp.ClientSession, broker
 
 def test_structure(document: dict[str, Any]) -> None:
     assert document["openapi"] == "3.1.0"
-    assert document["info"]["version"] == __version__
+    assert document["info"]["version"] == __version__ == tomllib.loads(PROJECT.read_text())["project"]["version"]
     ids = []
     for method, path, operation in operations(document):
         assert method in METHODS
@@ -128,6 +131,16 @@ async def test_every_example_is_answered_as_described(http: aiohttp.ClientSessio
     assert num_sent > len(document["paths"])
 
 
+async def test_what_the_server_answers_by_itself_is_described(
+    http: aiohttp.ClientSession, document: dict[str, Any]
+) -> None:
+    for headers, status in (({"Expect": "the unexpected"}, "417"), ({"X-Long": "x" * 9000}, "400")):
+        async with http.get("/health/live", headers=headers) as response:
+            assert (str(response.status), response.content_type) == (status, "text/plain")
+        for _, _, operation in operations(document):
+            assert "text/plain" in operation["responses"][status]["content"]
+
+
 @pytest.mark.parametrize("name", sorted(PARAM_LIMITS))
 def test_limits_are_those_of_the_validator(name: str) -> None:
     limits = PARAM_LIMITS[name]
@@ -149,6 +162,15 @@ def test_limits_are_those_of_the_validator(name: str) -> None:
     for value in bad:
         with pytest.raises(InvalidRequest, match=name):
             SamplingParams.from_mapping({name: value})
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "priority"])
+async def test_limits_are_those_of_the_doors(http: aiohttp.ClientSession, name: str) -> None:
+    low, high = FIELD_LIMITS[name]["minimum"], FIELD_LIMITS[name]["maximum"]
+    for value, status in ((low, 200), (high, 200), (low - 1, 400), (high + 1, 400)):
+        body = {"model": "fake", "prompt": "a", name: value}
+        async with http.post("/v1/completions", json=body) as response:
+            assert response.status == status, (value, await response.text())
 
 
 def test_words_belong_to_fields_that_exist() -> None:

@@ -306,4 +306,4 @@ def _finish(generation: Generation, message: Message) -> None:
     except MiiError as error:
         generation.fail(ProtocolError(f"the last message of the request cannot be read: {error.message}"))
     else:
-        generation.on_final(final, b"".join(message.raw[:1]))
+        generation.on_final(final, *message.raw[:2])

@@ -49,6 +49,8 @@ class Completion:
     num_cached_tokens: int
     matched_stop: str | None = None
     """The stop string that ended it."""
+    logprobs: bytes = b""
+    """Records of mii_zmq.logprobs, if they were asked for."""
 
 
 class Generation:
@@ -60,6 +62,7 @@ class Generation:
         "_deltas",
         "_done",
         "_error",
+        "_logprobs",
         "_num_read",
         "_timer",
         "_waiter",
@@ -85,6 +88,8 @@ class Generation:
         self._num_read = 0
         """Rows taken by the reader for which no new credit was given yet."""
         self._delivered = Delivered()
+        self._logprobs = b""
+        """Of a request that was not streamed."""
         self.refused_by: set[Home] = set()
         """Brokers that cannot serve it, while others perhaps can."""
         self._waiter: asyncio.Future[None] | None = None
@@ -126,8 +131,10 @@ class Generation:
     async def result(self) -> Completion:
         """Wait for the end. Raises the MiiError with which the request ended."""
         parts: list[bytes] = []
+        logprobs: list[bytes] = []
         async for deltas in self:
             parts.extend(delta.text for delta in deltas)
+            logprobs.extend(delta.logprobs for delta in deltas)
         final = self.final
         assert final is not None
         text = final.text if final.text is not None else b"".join(parts).decode()
@@ -139,6 +146,7 @@ class Generation:
             generated_length=final.generated_length,
             num_cached_tokens=final.num_cached_tokens,
             matched_stop=final.matched_stop,
+            logprobs=self._logprobs or b"".join(logprobs),
         )
 
     def cancel(self) -> None:
@@ -170,9 +178,10 @@ class Generation:
             missing = f"{self._delivered.num_tokens} to {delta.token_offset}"
             self._error = ProtocolError(f"tokens {missing} of the stream are missing")
 
-    def on_final(self, final: FinalBody, token_ids: bytes) -> None:
+    def on_final(self, final: FinalBody, token_ids: bytes = b"", logprobs: bytes = b"") -> None:
         if final.text is not None:
             self._delivered.token_ids = bytearray(token_ids)
+            self._logprobs = logprobs
         self.final = final
         self._end()
 

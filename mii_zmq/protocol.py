@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -116,6 +117,8 @@ class _Tokens(msgspec.Struct):
     """The header of TOKENS; rows have the fields of TokenRow, as plain tuples."""
 
     rows: list[tuple[bytes, int, int, _Count, _Count, str | None]]
+    logprob_bytes: list[_Count] = []
+    """By row; none where no row has log-probabilities."""
 
 
 class TokenDelta(NamedTuple):
@@ -129,6 +132,8 @@ class TokenDelta(NamedTuple):
     text: bytes
     """UTF-8, whole characters."""
     finish_reason: str | None
+    logprobs: bytes = b""
+    """Records of mii_zmq.logprobs, of requests that ask for them."""
 
 
 def new_request_id() -> bytes:
@@ -267,12 +272,15 @@ def parse_body(message: Message, cls: type[S]) -> S:
 class TokenRows:
     """Collects the rows of one step for one client connection and encodes them as one TOKENS message."""
 
-    __slots__ = ("_ids", "_rows", "_texts")
+    __slots__ = ("_ids", "_logprobs", "_rows", "_texts", "logprob_bytes")
 
     def __init__(self) -> None:
         self._rows: list[TokenRow] = []
         self._ids: list[bytes] = []
         self._texts: list[bytes] = []
+        self._logprobs: list[bytes] = []
+        self.logprob_bytes = 0
+        """Of all rows so far."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -290,6 +298,8 @@ class TokenRows:
         )
         self._ids.append(delta.token_ids)
         self._texts.append(delta.text)
+        self._logprobs.append(delta.logprobs)
+        self.logprob_bytes += len(delta.logprobs)
 
     def to_frames(self, client: int | None = None) -> list[bytes]:
         """`client` is the broker's connection number, on the way from worker to broker."""
@@ -297,29 +307,38 @@ class TokenRows:
         header: dict[str, Any] = {"rows": self._rows}
         if client is not None:
             header["client"] = client
-        return encode(Verb.TOKENS, request_id, header, raw=(b"".join(self._ids), b"".join(self._texts)))
+        raw = [b"".join(self._ids), b"".join(self._texts)]
+        if self.logprob_bytes:
+            header["logprob_bytes"] = list(map(len, self._logprobs))
+            raw.append(b"".join(self._logprobs))
+        return encode(Verb.TOKENS, request_id, header, raw=raw)
 
 
 def token_rows(message: Message) -> list[tuple[bytes, int, int, int, int, str | None]]:
     """The rows of a TOKENS message, their fields in the order of TokenRow; raises ProtocolError when they do not add up
     with the raw frames."""
-    if len(message.raw) != 2:
-        raise ProtocolError("TOKENS needs two raw frames (token ids, text)")
+    if len(message.raw) not in (2, 3):
+        raise ProtocolError("TOKENS needs two raw frames (token ids, text), or three (log-probabilities)")
     try:
         # In C: every generated token comes this way.
-        checked = msgspec.convert(message.header, _Tokens).rows
+        header = msgspec.convert(message.header, _Tokens)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"TOKENS needs rows of [{', '.join(TokenRow._fields)}]: {error}") from None
-    ids, texts = message.raw
+    checked = header.rows
+    ids, texts, logprobs = (*message.raw, b"")[:3]
+    if header.logprob_bytes and len(header.logprob_bytes) != len(checked):
+        raise ProtocolError("TOKENS has another number of logprob_bytes than rows")
+    if sum(header.logprob_bytes) > len(logprobs):
+        raise ProtocolError("TOKENS announces more log-probabilities than the raw frame holds")
     if 4 * sum(map(_num_tokens_of, checked)) > len(ids) or sum(map(_text_bytes_of, checked)) > len(texts):
         raise ProtocolError("TOKENS rows announce more ids or text than the raw frames hold")
     return checked
 
 
 def iterate_tokens(message: Message) -> list[TokenDelta]:
-    """The rows of a TOKENS message with their ids and text; raises ProtocolError when they do not add up."""
+    """The rows of a TOKENS message with what is theirs; raises ProtocolError when they do not add up."""
     rows = token_rows(message)
-    ids, texts = message.raw
+    ids, texts = message.raw[:2]
     deltas = []
     id_at = text_at = 0
     for request_id, seq, token_offset, num_tokens, text_bytes, finish_reason in rows:
@@ -328,6 +347,11 @@ def iterate_tokens(message: Message) -> list[TokenDelta]:
             TokenDelta(request_id, seq, token_offset, ids[id_at:id_end], texts[text_at:text_end], finish_reason)
         )
         id_at, text_at = id_end, text_end
+    if sizes := message.header.get("logprob_bytes"):
+        ends = list(accumulate(sizes, initial=0))
+        logprobs = message.raw[2] if len(message.raw) > 2 else b""
+        shares = [logprobs[begin:end] for begin, end in pairwise(ends)]
+        deltas = [delta._replace(logprobs=share) for delta, share in zip(deltas, shares, strict=True)]
     return deltas
 
 

@@ -124,7 +124,8 @@ class FinalBody(Header):
     matched_stop: str | None = None
     """The stop string that ended it."""
     text: str | None = None
-    """The whole text, when the request was not streamed; raw frame 0 then holds all token ids."""
+    """The whole text, when the request was not streamed; raw frame 0 then holds all token ids, raw frame 1 the
+    log-probabilities if they were asked for."""
 
 
 class FinalHeader(Header):

@@ -22,6 +22,10 @@ MAX_N = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LIST_ITEMS = 256
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_ALLOWED_TOKENS = 2**14
 MAX_TOKENS = 2**31 - 1
 IGNORED_FIELDS = frozenset({"prompt_length"})
 """Fields that the original accepts and overwrites; taken and dropped."""
@@ -33,7 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_length: int | None = None
     """Total tokens, prompt included; must exceed the prompt's length. None: no limit of its own."""
     max_new_tokens: int | None = None
-    """Output tokens; wins over `max_length`. None: up to `max_length` or the model's context."""
+    """Output tokens; wins over `max_length`. None: up to `max_length` or the model's context. 0, with `prompt_logprobs`
+    or `return_full_text`: the prompt alone is wanted."""
     min_new_tokens: int = 0
     """End-of-sequence ids, stop ids and stop strings have no effect before this many output tokens."""
     ignore_eos: bool = False
@@ -58,6 +63,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     """Strings whose token sequences are never produced."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these token ids, -100 to 100, behind the penalties."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Nothing else is ever drawn; end-of-sequence ids only if they are among them. None: everything is allowed."""
+    logprobs: int | None = None
+    """Report the log-probability of every output token, and of this many of the most probable ones in its place, by
+    the model's own logits. None: report nothing."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token but the first one."""
     n: int = 1
     """Independent continuations of one prompt."""
     skip_special_tokens: bool = False
@@ -85,8 +99,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             values[name] = [value] if name in ("stop", "bad_words") and isinstance(value, str) else value
             if value is None and name in ("stop", "stop_token_ids", "bad_words"):
                 values[name] = []
+            if value is None and name == "logit_bias":
+                values[name] = {}
         try:
-            params = msgspec.convert(values, cls)
+            # Keys of a JSON or msgpack map are strings.
+            params = msgspec.convert(values, cls, str_keys=True)
         except msgspec.ValidationError as error:
             raise _from_validation_error(error) from None
         _check_ranges(params)
@@ -94,11 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain types for msgpack; defaults are left out."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in msgspec.structs.asdict(self).items()
-            if value != _DEFAULTS[name]
-        }
+        return {name: _plain(value) for name, value in msgspec.structs.asdict(self).items() if value != _DEFAULTS[name]}
 
     def for_choice(self, index: int) -> SamplingParams:
         """The options of choice `index` of `n`: `n` is 1, and a given seed is advanced so that choices differ."""
@@ -106,6 +119,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if seed is not None and index:
             seed = (seed + index * 0x9E3779B97F4A7C15) % 2**63
         return msgspec.structs.replace(self, n=1, seed=seed)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return {str(key): entry for key, entry in value.items()} if isinstance(value, dict) else value
 
 
 def unknown_field(name: str, known: Any) -> InvalidRequest:
@@ -128,13 +147,11 @@ def check_text(text: str, param: str) -> str:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequest when a stop id lies outside the model's logits; a top_k beyond them filters nothing."""
-    for token_id in params.stop_token_ids:
-        if token_id >= vocab_size:
-            raise InvalidRequest(
-                f"stop_token_ids holds {token_id}, but the vocabulary has {vocab_size} entries",
-                param="stop_token_ids",
-            )
+    """Raise InvalidRequest when a token id lies outside the model's logits; a top_k beyond them filters nothing."""
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        largest = max(getattr(params, name) or (), default=-1)
+        if largest >= vocab_size:
+            raise InvalidRequest(f"{name} holds {largest}, but the vocabulary has {vocab_size} entries", param=name)
 
 
 def _from_validation_error(error: msgspec.ValidationError) -> InvalidRequest:
@@ -159,14 +176,22 @@ def _check_ranges(params: SamplingParams) -> None:
                 f"strings of 1 to {MAX_STOP_CHARS} characters",
             )
             check_text(string, name)
-    _require(
-        len(params.stop_token_ids) <= MAX_LIST_ITEMS,
-        "stop_token_ids",
-        len(params.stop_token_ids),
-        "at most 256 ids",
-    )
-    for token_id in params.stop_token_ids:
-        _require(0 <= token_id <= MAX_TOKENS, "stop_token_ids", token_id, "ids from 0 to the vocabulary size")
+    _check_token_lists(params)
+
+
+def _check_token_lists(params: SamplingParams) -> None:
+    allowed = params.allowed_token_ids
+    _require(allowed is None or len(allowed) > 0, "allowed_token_ids", "empty", "at least one id")
+    for name, limit in (
+        ("stop_token_ids", MAX_LIST_ITEMS), ("logit_bias", MAX_BIASES), ("allowed_token_ids", MAX_ALLOWED_TOKENS)
+    ):  # fmt: skip
+        token_ids = getattr(params, name) or ()
+        _require(len(token_ids) <= limit, name, f"{len(token_ids)} ids", f"at most {limit} ids")
+        for token_id in token_ids:
+            _require(0 <= token_id <= MAX_TOKENS, name, token_id, "ids from 0 to the vocabulary size")
+    for token_id, bias in params.logit_bias.items():
+        is_fine = math.isfinite(bias) and abs(bias) <= MAX_BIAS
+        _require(is_fine, "logit_bias", f"{bias} for {token_id}", f"{-MAX_BIAS:g} to {MAX_BIAS:g}")
 
 
 def _check_numbers(params: SamplingParams) -> None:
@@ -189,13 +214,17 @@ def _check_numbers(params: SamplingParams) -> None:
     )
     _require(params.seed is None or 0 <= params.seed < 2**63, "seed", params.seed, "0 to 2^63 - 1")
     _require(1 <= params.n <= MAX_N, "n", params.n, f"1 to {MAX_N}")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"0 to {MAX_LOGPROBS}")
     _require(params.top_k is None or 1 <= params.top_k <= MAX_TOKENS, "top_k", params.top_k, f"1 to {MAX_TOKENS}")
 
 
 def _check_lengths(params: SamplingParams) -> None:
-    for name in ("max_length", "max_new_tokens"):
+    least = 0 if params.prompt_logprobs is not None or params.return_full_text else 1
+    for name, lowest in (("max_length", 1), ("max_new_tokens", least)):
         value = getattr(params, name)
-        _require(value is None or 1 <= value <= MAX_TOKENS, name, value, f"1 to {MAX_TOKENS}")
+        _require(value is None or lowest <= value <= MAX_TOKENS, name, value, f"{lowest} to {MAX_TOKENS}")
     _require(0 <= params.min_new_tokens <= MAX_TOKENS, "min_new_tokens", params.min_new_tokens, f"0 to {MAX_TOKENS}")
     if params.max_new_tokens is not None:
         _require(

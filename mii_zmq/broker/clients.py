@@ -48,7 +48,7 @@ from mii_zmq.protocol import (
 
 log = logging.getLogger(__name__)
 
-CAPABILITIES = ("batch", "credit")
+CAPABILITIES = ("batch", "credit", "logprobs")
 IDLE_CLIENT_S = 600.0
 SETTLING_S = 10.0
 """After its start the broker cannot tell an unknown deployment from one whose workers have not registered yet."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output for readers that read more slowly than it comes. Pure: the clock is injected, actions come out.
 
-A client that announced credit is sent that many rows of each request; what comes beyond is withheld and merged: ids and
-text are appended, so that one row waits, however long. The next grant sends it. A reader that grants nothing for too
-long, or lets too much gather, is cut: the request ends with `slow_consumer`. When the output is complete, the group is
-free at once, and the terminal message waits behind the row. A request that ends by an error does not wait: withheld
-output is dropped, its reader not having been told of it.
+A client that announced credit is sent that many rows of each request; what comes beyond is withheld and merged: ids,
+text and log-probabilities are appended, so that one row waits, however long. The next grant sends it. A reader that
+grants nothing for too long, or lets too much gather, is cut: the request ends with `slow_consumer`. When the output is
+complete, the group is free at once, and the terminal message waits behind the row. A request that ends by an error does
+not wait: withheld output is dropped, its reader not having been told of it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Withheld:
     """The rows of one request that wait for credit, as one row: it begins at the first one's offset, and has the last
     one's sequence number."""
 
-    __slots__ = ("_text", "_token_ids", "finish_reason", "seq", "terminal", "token_offset")
+    __slots__ = ("_logprobs", "_text", "_token_ids", "finish_reason", "seq", "terminal", "token_offset")
 
     def __init__(self, first: TokenDelta) -> None:
         self.token_offset = first.token_offset
         self._token_ids = bytearray()
         self._text = bytearray()
+        self._logprobs = bytearray()
         self.seq = first.seq
         self.finish_reason: str | None = None
         self.terminal: Sequence[bytes] | None = None
@@ -42,7 +43,7 @@ class Withheld:
 
     @property
     def num_bytes(self) -> int:
-        return len(self._token_ids) + len(self._text)
+        return len(self._token_ids) + len(self._text) + len(self._logprobs)
 
     @property
     def num_tokens(self) -> int:
@@ -52,17 +53,18 @@ class Withheld:
         """Append the row that follows."""
         self._token_ids += delta.token_ids
         self._text += delta.text
+        self._logprobs += delta.logprobs
         self.seq = delta.seq
         self.finish_reason = delta.finish_reason
 
     def merged(self, request_id: bytes) -> TokenDelta:
-        ids, text = bytes(self._token_ids), bytes(self._text)
-        return TokenDelta(request_id, self.seq, self.token_offset, ids, text, self.finish_reason)
+        ids, text, logprobs = bytes(self._token_ids), bytes(self._text), bytes(self._logprobs)
+        return TokenDelta(request_id, self.seq, self.token_offset, ids, text, self.finish_reason, logprobs)
 
 
 def withhold(requests: Requests, request: Request, delta: TokenDelta, now: float) -> None:
     """Keep a row for which the reader has given no credit."""
-    num_bytes = len(delta.token_ids) + len(delta.text)
+    num_bytes = len(delta.token_ids) + len(delta.text) + len(delta.logprobs)
     requests.held_bytes += num_bytes
     if request.withheld is None:
         request.withheld = Withheld(delta)

@@ -114,7 +114,7 @@ class MessagesAnswer:
         usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end, as message_delta says it
         return _events([{"type": "message_start", "message": self._message([], _stop_as(None), usage)}])
 
-    def delta(self, index: int, text: bytes) -> bytes:
+    def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
         return _events(self._writer.write(self._reader.push(msgspec.json.decode(text))))
 
     def last(self, index: int, final: FinalBody) -> bytes:

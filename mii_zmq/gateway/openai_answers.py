@@ -11,6 +11,7 @@ import msgspec
 
 from mii_zmq.gateway.answers import Answer, AnswerReader, Call, Part, Reasoning, read_answer
 from mii_zmq.gateway.http_errors import openai_error
+from mii_zmq.gateway.logprob_bodies import ChatWriter, CompletionWriter
 from mii_zmq.gateway.sse import DONE, encode
 from mii_zmq.gateway.tool_formats import ToolFormat
 
@@ -42,7 +43,7 @@ class CompletionAnswer:
 
     prefix = "cmpl"
     whole = chunk_name = "text_completion"
-    opening, closing = b'"text":', b',"logprobs":null'
+    opening, closing = b'"text":', b',"logprobs":'
 
     def __init__(self, asked: OpenAIRequest, generations: Sequence[Generation], tool_format: ToolFormat) -> None:
         self._asked = asked
@@ -53,7 +54,9 @@ class CompletionAnswer:
         tail = b',"usage":null}' if asked.include_usage else b"}"
         self._before_index = b'data: %b[{"index":' % head
         self._before_text = b"," + self.opening
-        self._after_text = self.closing + b',"finish_reason":null}]' + tail + b"\n\n"
+        self._after_logprobs = b',"finish_reason":null}]' + tail + b"\n\n"
+        self._after_text = self.closing + b"null" + self._after_logprobs
+        self._writers: dict[int, CompletionWriter | ChatWriter] = {}
 
     def body(self, results: Sequence[Completion]) -> bytes:
         """The answer to a request that was not streamed."""
@@ -66,14 +69,18 @@ class CompletionAnswer:
                 "choices": [self._choice(index, result) for index, result in enumerate(results)],
                 "usage": usage(results, self._asked.params.n),
                 "system_fingerprint": FINGERPRINT,
+                **self._of_prompt(results[0]),
             }
         )
 
     def first(self, index: int) -> bytes:
         return b""
 
-    def delta(self, index: int, text: bytes) -> bytes:
-        return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, text, self._after_text)
+    def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
+        after_text = self._after_text
+        if logprobs:
+            after_text = self.closing + encode(self._writer(index).write(logprobs)) + self._after_logprobs
+        return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, text, after_text)
 
     def last(self, index: int, final: FinalBody) -> bytes:
         return self._event(index, {"text": ""}, final.finish_reason)
@@ -87,7 +94,19 @@ class CompletionAnswer:
         return b"data: %b\n\n" % encode(openai_error(self._asked.rename(error)))
 
     def _choice(self, index: int, result: Completion) -> dict[str, Any]:
-        return {"index": index, "text": result.text, "logprobs": None, "finish_reason": result.finish_reason}
+        view = self._asked.logprobs
+        choice = {"text": result.text, "logprobs": view.choice(result.logprobs), **view.prompt(result.logprobs)}
+        return {"index": index, **choice, "finish_reason": result.finish_reason}
+
+    def _of_prompt(self, first: Completion) -> dict[str, Any]:
+        """What the whole answer says of the prompt."""
+        return {}
+
+    def _writer(self, index: int) -> CompletionWriter | ChatWriter:
+        """Of the log-probabilities of a choice's chunks."""
+        if index not in self._writers:
+            self._writers[index] = self._asked.logprobs.writer()
+        return self._writers[index]
 
     def _event(self, index: int, content: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
@@ -110,7 +129,7 @@ class ChatAnswer(CompletionAnswer):
 
     prefix = "chatcmpl"
     whole, chunk_name = "chat.completion", "chat.completion.chunk"
-    opening, closing = b'"delta":{"content":', b'},"logprobs":null'
+    opening, closing = b'"delta":{"content":', b'},"logprobs":'
 
     def __init__(self, asked: OpenAIRequest, generations: Sequence[Generation], tool_format: ToolFormat) -> None:
         super().__init__(asked, generations, tool_format)
@@ -119,32 +138,39 @@ class ChatAnswer(CompletionAnswer):
     def first(self, index: int) -> bytes:
         return self._event(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def delta(self, index: int, text: bytes) -> bytes:
+    def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
         reader = self._readers[index]
         if reader.is_plain:
-            return super().delta(index, text)
-        return self._parts(index, reader.push(msgspec.json.decode(text)))
+            return super().delta(index, text, logprobs)
+        return self._parts(index, reader.push(msgspec.json.decode(text)), logprobs)
 
     def last(self, index: int, final: FinalBody) -> bytes:
         reader = self._readers[index]
         parts = self._parts(index, reader.finish())
         return parts + self._event(index, {"delta": {}}, reader.finish_reason(final.finish_reason))
 
-    def _parts(self, index: int, parts: Sequence[Part]) -> bytes:
+    def _parts(self, index: int, parts: Sequence[Part], logprobs: bytes = b"") -> bytes:
+        """`logprobs` go with the first text, or by themselves where there is none."""
         events = []
         for part in parts:
             if isinstance(part, str):
-                events.append(super().delta(index, encode(part)))
+                events.append(super().delta(index, encode(part), logprobs))
+                logprobs = b""
             elif isinstance(part, Call):
                 events.append(self._event(index, {"delta": {"tool_calls": [{"index": part.index, **_call(part)}]}}))
             elif self._asked.include_reasoning:
                 events.append(self._event(index, {"delta": _reasoning(part)}))
+        if logprobs:
+            events.append(super().delta(index, b'""', logprobs))
         return b"".join(events)
 
     def _choice(self, index: int, result: Completion) -> dict[str, Any]:
         answer = read_answer(self._readers[index], result.text, result.finish_reason)
-        message = self._message(answer)
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+        choice = {"message": self._message(answer), "logprobs": self._asked.logprobs.choice(result.logprobs)}
+        return {"index": index, **choice, "finish_reason": answer.finish_reason}
+
+    def _of_prompt(self, first: Completion) -> dict[str, Any]:
+        return self._asked.logprobs.prompt(first.logprobs)
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         content = answer.text if answer.text or not (answer.calls or answer.reasoning) else None

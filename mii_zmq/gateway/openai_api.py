@@ -73,7 +73,7 @@ def _model(deployment: DeploymentStatus, created: float) -> dict[str, Any]:
                 "created": int(created),
                 "allow_create_engine": False,
                 "allow_sampling": True,
-                "allow_logprobs": False,
+                "allow_logprobs": True,
                 "allow_search_indices": False,
                 "allow_view": True,
                 "allow_fine_tuning": False,

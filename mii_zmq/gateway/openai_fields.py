@@ -18,7 +18,6 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-NO_LOGPROBS = "log-probabilities are not available"
 _OLD_CALLS = "the old function calls are not available; send tools"
 NO_GRAMMAR = "constrained output is not available"
 NO_MEDIA = "this server handles text only"
@@ -44,28 +43,29 @@ COMMON_FIELDS: dict[str, Rule] = {
     "min_tokens": Honoured(int | None, "min_new_tokens"),
     "skip_special_tokens": Honoured(bool | None, "skip_special_tokens"),
     "priority": Honoured(int | None),
+    "logit_bias": Honoured(dict[str, float] | None, "logit_bias"),
+    "allowed_token_ids": Honoured(list[int] | None, "allowed_token_ids"),
+    "prompt_logprobs": Honoured(int | None),
+    "return_tokens_as_token_ids": Honoured(bool | None),
     **dict.fromkeys(
         (
             "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
             "prompt_cache_retention", "prompt_cache_options", "request_id", "session_id", "length_penalty",
-            "truncation_side", "return_tokens_as_token_ids", "return_token_offsets", "return_mm_kwargs",
+            "truncation_side", "return_token_offsets", "return_mm_kwargs",
             "routed_experts_prompt_start", "media_io_kwargs", "mm_processor_kwargs", "guided_decoding_backend",
             "guided_whitespace_pattern", "stream_interval",
         ),
         IGNORED,
     ),
-    "logit_bias": Refused("token biases are not available", (b"{}",)),
     "response_format": Refused(NO_GRAMMAR, (b'{"type":"text"}',)),
     "structured_outputs": Refused(NO_GRAMMAR, (b"{}",)),
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), Refused(NO_GRAMMAR)
     ),
-    "allowed_token_ids": Refused(NO_GRAMMAR),
     "logits_processors": Refused("logits processors of a client are not run", (b"[]",)),
     "use_beam_search": Refused("beam search is not available", (b"false",)),
     "best_of": Refused("best_of is not available; use n and choose", (b"1",)),
-    "prompt_logprobs": Refused(NO_LOGPROBS),
-    "logprob_token_ids": Refused(NO_LOGPROBS),
+    "logprob_token_ids": Refused("log-probabilities of chosen tokens are not available; use top_logprobs"),
     "include_stop_str_in_output": Refused("stop strings are never part of the text", (b"false",)),
     "spaces_between_special_tokens": Refused("special tokens are joined with spaces or left out", (b"true",)),
     "truncate_prompt_tokens": Refused("prompts are never truncated; shorten it"),
@@ -92,8 +92,8 @@ CHAT_FIELDS: dict[str, Rule] = {
     "chat_template_kwargs": Honoured(dict[str, bool | int | float | str | None] | None),
     "continue_final_message": Honoured(bool | None),
     "prediction": IGNORED,
-    "logprobs": Refused(NO_LOGPROBS, (b"false",)),
-    "top_logprobs": Refused(NO_LOGPROBS, (b"0",)),
+    "logprobs": Honoured(bool | None),
+    "top_logprobs": Honoured(int | None),
     "functions": Refused(_OLD_CALLS, (b"[]",)),
     "function_call": Refused(_OLD_CALLS, (b'"none"', b'"auto"')),
     "moderation": Refused("moderation is not available"),
@@ -113,7 +113,7 @@ COMPLETION_FIELDS: dict[str, Rule] = {
     "prompt": Honoured(str | list[str | int | list[int]]),
     "echo": Honoured(bool | None, "return_full_text"),
     "add_special_tokens": Honoured(bool | None),
-    "logprobs": Refused(NO_LOGPROBS, (b"false",)),
+    "logprobs": Honoured(int | bool | None),
     "suffix": Refused("infilling is not available", (b'""',)),
     "prompt_embeds": Refused("prompts are text or token ids"),
 }

@@ -7,7 +7,7 @@ not MII's. Errors carry the names of OpenAI's fields. Answers are made in `opena
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mii_zmq.config import MAX_MESSAGES
@@ -22,11 +22,13 @@ from mii_zmq.gateway.core_request import (
 )
 from mii_zmq.gateway.field_rules import ParsedFields, Rule, apply_rules
 from mii_zmq.gateway.generations import check_count
+from mii_zmq.gateway.logprob_bodies import LogprobView
 from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS, StreamOptions
 from mii_zmq.gateway.openai_messages import template_messages
 from mii_zmq.gateway.request_body import Fields
 from mii_zmq.gateway.tool_definitions import Tools, choose_tools, read_chat_tools
 from mii_zmq.protocol import GenerateBody
+from mii_zmq.sampling_params import MAX_LOGPROBS
 
 OWNER = "mii_zmq"
 DEFAULT_COMPLETION_TOKENS = 16
@@ -40,6 +42,7 @@ class OpenAIRequest(CoreRequest):
 
     include_usage: bool
     include_reasoning: bool = True
+    logprobs: LogprobView
 
 
 def parse_chat(fields: Fields) -> OpenAIRequest:
@@ -66,7 +69,16 @@ def parse_chat(fields: Fields) -> OpenAIRequest:
         parsed.ignored.append("tools.strict")
     checked_params({"max_new_tokens": values.get("max_tokens")}, {"max_new_tokens": "max_tokens"})  # used or not
     limit = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-    return _request(parsed, CHAT_FIELDS, [body], limit, None, tools)
+    return _request(parsed, CHAT_FIELDS, [body], limit, None, _chat_logprobs(values), tools)
+
+
+def _chat_logprobs(values: dict[str, Any]) -> LogprobView:
+    num_top = values.get("top_logprobs", 0)
+    if not 0 <= num_top <= MAX_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs is {num_top}, allowed: 0 to {MAX_LOGPROBS}", param="top_logprobs")
+    if num_top and not values.get("logprobs"):
+        raise InvalidRequest("top_logprobs is for requests with logprobs true", param="top_logprobs")
+    return LogprobView(is_chat=True, num_top=num_top if values.get("logprobs") else None)
 
 
 def _tools(values: dict[str, Any]) -> Tools:
@@ -88,7 +100,13 @@ def parse_completion(fields: Fields) -> OpenAIRequest:
         else GenerateBody(prompt_token_ids=prompt)
         for prompt in _prompts(parsed.values["prompt"])
     ]
-    return _request(parsed, COMPLETION_FIELDS, prompts, "max_tokens", DEFAULT_COMPLETION_TOKENS)
+    num_top = parsed.values.get("logprobs")
+    if num_top is True:
+        raise InvalidRequest("logprobs is true; at this door it is a number, as in 5", param="logprobs")
+    view = LogprobView(
+        is_chat=False, num_top=None if num_top is False else num_top, echo=parsed.values.get("echo", False)
+    )
+    return _request(parsed, COMPLETION_FIELDS, prompts, "max_tokens", DEFAULT_COMPLETION_TOKENS, view)
 
 
 def _request(
@@ -97,6 +115,7 @@ def _request(
     prompts: list[GenerateBody],
     limit: str,
     default_tokens: int | None,
+    view: LogprobView,
     tools: Tools = Tools(),  # noqa: B008 - frozen
 ) -> OpenAIRequest:
     values = parsed.values
@@ -111,6 +130,12 @@ def _request(
         raise InvalidRequest(f"{where} is not supported: the usage is known at the end", param=where)
     params = {"temperature": 1.0, "top_p": 1.0, "skip_special_tokens": True, **parsed.params(rules)}
     params |= {"max_new_tokens": values.get(limit, default_tokens), **shared_params(values)}
+    view = replace(
+        view, num_prompt_top=values.get("prompt_logprobs"), by_id=values.get("return_tokens_as_token_ids", False)
+    )
+    if stream and view.num_prompt_top is not None:
+        raise InvalidRequest("prompt_logprobs is not available with stream true", param="prompt_logprobs")
+    params |= view.params()
     if tools.use is not None:
         params["skip_special_tokens"] = False  # some models mark their calls with special tokens
     names = {**_NAMES, "max_new_tokens": limit}
@@ -127,6 +152,7 @@ def _request(
         tools=tools.use,
         include_usage=bool(options.include_usage),
         include_reasoning=values.get("include_reasoning", True),
+        logprobs=view,
     )
 
 

@@ -22,6 +22,9 @@ class MiiCompletion(Struct):
     generated_length: Count
     generated_text: str
     prompt_length: Count
+    logprobs: Any = None
+    """Only where they were asked for, like those of the prompt."""
+    prompt_logprobs: Any = None
 
 
 class MiiEvent(Struct):
@@ -55,6 +58,8 @@ class CompletionChoice(Struct):
     text: str
     logprobs: Any
     finish_reason: OpenAIReason
+    prompt_logprobs: Any = None
+    """Only where they were asked for."""
 
 
 class Completion(Struct):
@@ -125,6 +130,8 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
+    prompt_logprobs: Any = None
+    """Only where they were asked for."""
 
 
 class ResponsesUsage(Struct):

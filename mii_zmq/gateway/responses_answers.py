@@ -148,7 +148,7 @@ class ResponsesAnswer:
         kinds = ("response.created", "response.in_progress")
         return self._events([{"type": kind, "response": response} for kind in kinds])
 
-    def delta(self, index: int, text: bytes) -> bytes:
+    def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
         return self._events(self._writer.write(self._reader.push(msgspec.json.decode(text))))
 
     def last(self, index: int, final: FinalBody) -> bytes:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import msgspec
 
 from mii_zmq.gateway.field_rules import IGNORED, Honoured, Refused, Rule
-from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMMON_FIELDS, NO_GRAMMAR, NO_LOGPROBS
+from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMMON_FIELDS, NO_GRAMMAR
 from mii_zmq.gateway.openai_messages import TextPart
 from mii_zmq.gateway.tool_definitions import ResponsesTool
 
+_NO_LOGPROBS = "log-probabilities are not available at this door"
 _NO_STORE = "responses are not stored; send the whole conversation as input"
 _ELSEWHERE = ("n", "max_tokens", "store", "response_format", "request_id", "structured_outputs")
 """Fields of completions that have no meaning, or another one, here."""
@@ -49,7 +50,9 @@ RESPONSES_FIELDS: dict[str, Rule] = {
     "structured_outputs": Refused(NO_GRAMMAR, (b"{}",)),
     "truncation": Refused("prompts are never truncated; shorten it", (b'"disabled"',)),
     "reasoning": Refused("the effort of reasoning cannot be set", (b"{}",)),
-    "top_logprobs": Refused(NO_LOGPROBS, (b"0",)),
+    "top_logprobs": Refused(_NO_LOGPROBS, (b"0",)),
+    "prompt_logprobs": Refused(_NO_LOGPROBS),
+    "return_tokens_as_token_ids": IGNORED,
     "max_tool_calls": Refused("tools of this server there are none, and the client runs its own"),
     "context_management": Refused("conversations are not edited; send what the model shall see", (b"[]",)),
     "moderation": CHAT_FIELDS["moderation"],

@@ -2,8 +2,8 @@
 """MII's own door: POST /mii/{deployment}, with the original's request fields and, on success, its exact bytes.
 
 One flat object: `prompts` (a string or a list) beside the fields of SamplingParams. The answer is a list with one
-entry per prompt and choice. Beyond the original: `"stream": true` answers with events, and errors are 4xx that name
-the field.
+entry per prompt and choice. Beyond the original: `"stream": true` answers with events, errors are 4xx that name
+the field, and entries hold log-probabilities where they are asked for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mii_zmq.client import fan_out
 from mii_zmq.errors import InvalidRequest, MiiError
 from mii_zmq.gateway.generations import check_count, collect, submitted
 from mii_zmq.gateway.http_errors import JSON
+from mii_zmq.gateway.logprob_bodies import LogprobView
 from mii_zmq.gateway.metrics import StreamClock
 from mii_zmq.gateway.middlewares import route_of
 from mii_zmq.gateway.request_body import Fields, decode_field, read_fields
@@ -40,6 +41,7 @@ FIELD_KINDS: dict[str, Any] = {
     "stop": _STRINGS,
     "bad_words": _STRINGS,
     "stop_token_ids": list[int] | None,
+    "logit_bias": dict[int, float] | None,
     "prompts": str | list[str],
     "stream": bool | None,
     **dict.fromkeys(IGNORED_FIELDS, Any),
@@ -51,6 +53,10 @@ class MiiRequest:
     prompts: list[str]
     params: SamplingParams
     stream: bool
+
+    @property
+    def logprobs(self) -> LogprobView:
+        return LogprobView(is_chat=True, num_top=self.params.logprobs, num_prompt_top=self.params.prompt_logprobs)
 
     def bodies(self) -> list[GenerateBody]:
         """One per entry of the answer: all choices of the first prompt, then of the second ..."""
@@ -70,9 +76,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
         submitted(gateway.client, deployment, asked.bodies(), terms, stream=asked.stream) as generations,
     ):
         if asked.stream:
-            return await respond(request, deployment, generations, MiiEvents(), clock)
+            return await respond(request, deployment, generations, MiiEvents(asked.logprobs), clock)
         results = await collect(generations, gateway.metrics, deployment, clock)
-        return web.Response(body=response_body(results), content_type=JSON)
+        return web.Response(body=response_body(results, asked.logprobs), content_type=JSON)
 
 
 def parse(fields: Fields) -> MiiRequest:
@@ -99,7 +105,7 @@ def parse(fields: Fields) -> MiiRequest:
     return MiiRequest(prompts, params, stream)
 
 
-def response_body(results: Sequence[Completion]) -> bytes:
+def response_body(results: Sequence[Completion], view: LogprobView) -> bytes:
     """The original's bytes: sorted keys, no spaces, everything beyond ASCII escaped, a newline."""
     entries = [
         {
@@ -107,6 +113,7 @@ def response_body(results: Sequence[Completion]) -> bytes:
             "generated_length": result.generated_length,
             "generated_text": result.text,
             "prompt_length": result.prompt_length,
+            **view.entry(result.logprobs),
         }
         for result in results
     ]
@@ -117,11 +124,17 @@ class MiiEvents:
     """Events in MII's words. `finish_reason` is "none" up to a choice's last event, which has no text but the lengths;
     `index` is the entry's place in the list that the same request without `stream` would return."""
 
+    def __init__(self, logprobs: LogprobView) -> None:
+        self._logprobs = logprobs
+
     def first(self, index: int) -> bytes:
         return b""
 
-    def delta(self, index: int, text: bytes) -> bytes:
-        return b'data: {"finish_reason":"none","generated_text":%b,"index":%d}\n\n' % (text, index)
+    def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
+        more = b""
+        if logprobs:
+            more = b"," + encode(self._logprobs.entry(logprobs))[1:-1]
+        return b'data: {"finish_reason":"none","generated_text":%b,"index":%d%b}\n\n' % (text, index, more)
 
     def last(self, index: int, final: FinalBody) -> bytes:
         event = {

@@ -50,8 +50,8 @@ class EventFormat(Protocol):
     def first(self, index: int) -> bytes:
         """Before the first text of choice `index`; may be empty."""
 
-    def delta(self, index: int, text: bytes) -> bytes:
-        """`text` is a JSON string, quotes included."""
+    def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
+        """`text` is a JSON string, quotes included; `logprobs` are the delta's records (mii_zmq.logprobs), if any."""
 
     def last(self, index: int, final: FinalBody) -> bytes:
         """Choice `index` has ended."""
@@ -152,8 +152,8 @@ async def _send_deltas(
             num_tokens = 0
             for delta in deltas:
                 num_tokens += len(delta.token_ids) // 4
-                if delta.text:
-                    parts.append(events.delta(index, encode(delta.text.decode())))
+                if delta.text or delta.logprobs:
+                    parts.append(events.delta(index, encode(delta.text.decode()), delta.logprobs))
             if deltas:
                 clock.on_tokens(index, num_tokens)
             else:

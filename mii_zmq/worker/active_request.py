@@ -2,18 +2,18 @@
 """One request inside the actor, from GENERATE to its terminal message: what of its output has been delivered.
 
 Turns the engine's rows into `TokenDelta`s (streamed) or collects them for FINAL (not streamed). Ids whose text is not
-certain yet are held and go out with the next text, at the latest with the finishing row. Knows no sockets, and of the
-engine only the rows it gives out.
+certain yet are held and go out with the next text, at the latest with the finishing row; so are log-probabilities.
+Knows no sockets, and of the engine only the rows it gives out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mii_zmq.errors import Cancelled, DeadlineExceeded, InternalError, MiiError, from_wire
 from mii_zmq.protocol import FinalBody, TokenDelta
 from mii_zmq.worker.engine_channel import OutputRow, ids_to_bytes
+from mii_zmq.worker.logprob_records import RecordWriter
 from mii_zmq.worker.text import OutputProcessor, PreparedSequence
 from mii_zmq.worker.text_tasks import TextAnswer
 
@@ -38,6 +38,8 @@ class ActiveRequest:
     prompt_length: int = 0
     num_cached_tokens: int = 0
     _processor: OutputProcessor | None = None
+    _records: RecordWriter | None = None
+    """Of a request that asked for log-probabilities."""
     _num_delivered: int = 0
     """Output tokens that the client has, resumed ones included."""
     _held_ids: list[int] = field(default_factory=list)
@@ -57,6 +59,7 @@ class ActiveRequest:
         resumed = sequence.sequence.resumed_token_ids
         self.prompt_length = sequence.prompt_length
         self._processor = sequence.output_processor()
+        self._records = sequence.record_writer()
         reason = self._processor.replay(resumed)
         if self.stream:
             self._num_delivered = len(resumed)
@@ -68,13 +71,23 @@ class ActiveRequest:
             self._held_ids.extend(resumed)
         return reason
 
-    def take(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[TokenDelta | None, str | None]:
-        """Consume one row that did not fail; returns what to send now, and the reason if the request has ended."""
+    def take(self, row: OutputRow, finish_reason: str | None) -> tuple[TokenDelta | None, str | None]:
+        """Consume a row that did not fail; returns what to send now, and the reason if the request has ended.
+
+        Raises:
+            InvalidRequest: it asked for more log-probabilities than a message can hold.
+        """
         processor = self._processor
         assert processor is not None
+        token_ids = row.token_ids
         text, reason, num_used = processor.push(token_ids, finish_reason)
         held = self._held_ids
         held += token_ids[:num_used]
+        if self._records is not None:
+            if row.prompt_scores is not None:
+                self._records.add_prompt(row.prompt_scores)
+            if row.logprobs is not None:
+                self._records.add_output(token_ids[:num_used], row.logprobs[:num_used])
         if not self.stream:
             if text:
                 self._texts.append(text)
@@ -100,7 +113,8 @@ class ActiveRequest:
         if self.stream:
             return body, ()
         body.text = "".join(self._texts)
-        return body, (ids_to_bytes(self._held_ids),)
+        ids = ids_to_bytes(self._held_ids)
+        return body, (ids,) if self._records is None else (ids, self._records.take())
 
     def failure(self, row: OutputRow) -> MiiError:
         """The error that ends this request after a row that is no ordinary end."""
@@ -122,7 +136,8 @@ class ActiveRequest:
     def _delta(self, text: str, reason: str | None) -> TokenDelta:
         held = self._held_ids
         ids = held[0].to_bytes(4, "little") if len(held) == 1 else ids_to_bytes(held)
-        delta = TokenDelta(self.request_id, self.next_seq, self._num_delivered, ids, text.encode(), reason)
+        logprobs = b"" if self._records is None else self._records.take()
+        delta = TokenDelta(self.request_id, self.next_seq, self._num_delivered, ids, text.encode(), reason, logprobs)
         self.next_seq += 1
         self._num_delivered += len(held)
         held.clear()

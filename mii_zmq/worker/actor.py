@@ -45,6 +45,8 @@ from mii_zmq.worker.watchdog import Watchdog
 
 ORDINARY_ENDS = (None, "stop", "length")
 WATCH_S = 0.25
+MAX_LOGPROB_BYTES = 4 * 2**20
+"""In one message, beyond which the step's other rows travel in another one."""
 RUNNING, WAITING = LOAD_FIELDS.index("running"), LOAD_FIELDS.index("waiting")
 
 log = logging.getLogger(__name__)
@@ -171,7 +173,7 @@ class Actor:
         self._watchdog.on_report(report.step, is_busy, bool(report.rows), self._last_report)
         if self._is_engine_stalled:
             self._is_engine_stalled = self._watchdog.is_stalled
-        outboxes: dict[tuple[int, int], Outbox] = {}
+        outboxes: dict[tuple[int, int], list[Outbox]] = {}
         ended: list[tuple[ActiveRequest, str | MiiError]] = []
         to_cancel: list[int] = []
         for row in report.rows:
@@ -181,6 +183,8 @@ class Actor:
             end: str | MiiError | None
             try:
                 end = self._take(request, OutputRow(*row), outboxes)
+            except MiiError as error:
+                end = request.with_progress(error)
             except Exception as error:
                 log.exception("failed on output of request %s", request.request_id.hex())
                 end = request.with_progress(InternalError(f"the worker failed on this request's output: {error}"))
@@ -198,7 +202,7 @@ class Actor:
             self._engine.cancel(to_cancel)
 
     def _take(
-        self, request: ActiveRequest, row: OutputRow, outboxes: dict[tuple[int, int], Outbox]
+        self, request: ActiveRequest, row: OutputRow, outboxes: dict[tuple[int, int], list[Outbox]]
     ) -> str | MiiError | None:
         """Consume a row; returns the finish reason or the error that ends the request, None while it goes on."""
         if request.is_cancelled:
@@ -206,22 +210,25 @@ class Actor:
         if row.num_cached_tokens:
             request.num_cached_tokens = row.num_cached_tokens
         is_ordinary = row.finish_reason in ORDINARY_ENDS
-        delta, reason = request.take(row.token_ids, row.finish_reason if is_ordinary else None)
+        delta, reason = request.take(row, row.finish_reason if is_ordinary else None)
         if delta is not None:
             key = (request.link, request.client)
-            outbox = outboxes.get(key)
-            if outbox is None:
-                outbox = outboxes[key] = Outbox(TokenRows(), [])
-            outbox.rows.add(delta)
-            outbox.requests.append(request)
+            of_client = outboxes.get(key)
+            if of_client is None:
+                of_client = outboxes[key] = [Outbox(TokenRows(), [])]
+            elif of_client[-1].rows.logprob_bytes > MAX_LOGPROB_BYTES:
+                of_client.append(Outbox(TokenRows(), []))
+            of_client[-1].rows.add(delta)
+            of_client[-1].requests.append(request)
         return reason if is_ordinary or reason is not None else request.failure(row)
 
-    def _flush(self, outboxes: dict[tuple[int, int], Outbox]) -> set[ActiveRequest]:
+    def _flush(self, outboxes: dict[tuple[int, int], list[Outbox]]) -> set[ActiveRequest]:
         """Send the rows; returns the requests whose rows were not taken."""
         lost: set[ActiveRequest] = set()
-        for (link, client), outbox in outboxes.items():
-            if not self.links[link].send(outbox.rows.to_frames(client)):
-                lost.update(outbox.requests)
+        for (link, client), of_client in outboxes.items():
+            for outbox in of_client:
+                if not self.links[link].send(outbox.rows.to_frames(client)):
+                    lost.update(outbox.requests)
         return lost
 
     def _send_end(self, request: ActiveRequest, end: str | MiiError) -> None:

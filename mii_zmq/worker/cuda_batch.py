@@ -18,6 +18,8 @@ import numpy as np
 from mii_zmq.worker.plan import EngineLimits, NewSequence, StepPlan, StepRow
 
 HEADER = 16
+NUM_SAMPLES = 3
+"""The header's word that holds the number of rows with logits."""
 ALIGN = 16
 """Offsets are multiples of it, so that kernels see aligned pointers."""
 UPDATE_WORDS = 4
@@ -75,6 +77,19 @@ class PackedLayout:
         object.__setattr__(self, "fixed_words", offset)
 
 
+@dataclass(frozen=True)
+class ScoredChunk:
+    """A row of which the probabilities of the known tokens behind its own are wanted."""
+
+    slot: int
+    start: int
+    """Position of its first token."""
+    count: int
+    """Of its tokens that have a known successor."""
+    first_token: int
+    """Where its tokens begin in the batch."""
+
+
 @dataclass
 class PackedStep:
     """What the host keeps of a packed step."""
@@ -93,6 +108,7 @@ class PackedStep:
     longest_update: int
     copies: np.ndarray
     """[pairs, 2] int32."""
+    scored: list[ScoredChunk]
 
 
 class StepPacker:
@@ -150,6 +166,11 @@ class StepPacker:
             num_updates=num_updates,
             longest_update=longest,
             copies=np.array(plan.copies, dtype=np.int32).reshape(-1, 2),
+            scored=[
+                ScoredChunk(row.slot, row.start, row.num_tokens - row.sample, int(end) - row.num_tokens)
+                for row, end in zip(ordered, ends, strict=True)
+                if row.score
+            ],
         )
 
     def _tiles(self, ordered: list[StepRow], num_decodes: int) -> tuple[list[int], list[int]]:

@@ -32,6 +32,7 @@ from mii_zmq.worker.cuda_batch import (
     row_bucket,
 )
 from mii_zmq.worker.cuda_graphs import GraphCache
+from mii_zmq.worker.cuda_logprobs import CudaLogprobs, PendingLogprobs, PendingScores
 from mii_zmq.worker.cuda_sampler import CudaSampler
 from mii_zmq.worker.cuda_sampling_slots import SamplingVariant
 from mii_zmq.worker.kv_pool import KvPool
@@ -54,10 +55,18 @@ class CudaPendingStep:
     """A queued step."""
 
     def __init__(
-        self, step: int, packed: PackedStep, out: np.ndarray, event: torch.cuda.Event, void: dict[int, str]
+        self,
+        step: int,
+        packed: PackedStep,
+        out: np.ndarray,
+        event: torch.cuda.Event,
+        void: dict[int, str],
+        logprobs: PendingLogprobs | None,
+        scores: PendingScores | None,
     ) -> None:
         """`void`: slots of the step whose tokens do not count, and why."""
         self._step, self._packed, self._out, self._event, self._void = step, packed, out, event, void
+        self._logprobs, self._scores = logprobs, scores
 
     def done(self) -> bool:
         return bool(self._event.query())
@@ -72,7 +81,12 @@ class CudaPendingStep:
             failed = {packed.sample_slots[row]: NOT_FINITE for row in np.flatnonzero(finite == 0)}
         if packed.plan_order is not None:
             token_ids = [token_ids[index] for index in packed.plan_order]
-        return StepResult(self._step, token_ids, {**failed, **self._void})
+        result = StepResult(self._step, token_ids, {**failed, **self._void})
+        if self._logprobs is not None:
+            result.logprobs = self._logprobs.read()
+        if self._scores is not None:
+            result.scores = self._scores.read()
+        return result
 
 
 class FailedStep:
@@ -124,6 +138,7 @@ class CudaExecutor:
         pdl = torch.cuda.get_device_capability(device)[0] >= 9
         self._sampler = CudaSampler(limits.max_sequences, limits.vocab_size, device, layout.max_rows, pdl=pdl)
         self._sampler.reserve(GREEDY)
+        self._logprobs = CudaLogprobs(decoder, state, layout)
         self._is_plain = [True] * limits.max_sequences
         """Slots whose next token is the largest logit, unmasked."""
         self._void: dict[int, str] = {}
@@ -181,6 +196,7 @@ class CudaExecutor:
         step = self._packer.pack(plan, host[:fixed])
         self._pool.zero_blocks(plan.zeroed)
         self._sampler.release(plan.freed_slots)
+        self._logprobs.slots.release(plan.freed_slots)
         for new in plan.new:
             self._install(new)
         changes = len(step.updates) if len(step.updates) <= UPDATE_WORDS else 0
@@ -189,15 +205,19 @@ class CudaExecutor:
         self._apply(step, changes)
         if step.num_rows:
             self._run_trunk(choose_bucket(step, self._layout, self._buckets))
+        scores = self._logprobs.of_prompts(step.scored) if step.scored else None
+        logprobs = None
         if step.sample_slots:
             self._run_head(step)
             buffers.out.copy_(self._out, non_blocking=True)
+            logprobs = self._logprobs.of_drawn(step.sample_slots, self._out[0])
         buffers.event.record(self._stream)
         void = {row.slot: self._void[row.slot] for row in plan.rows if row.slot in self._void} if self._void else {}
-        return CudaPendingStep(plan.step, step, buffers.out.numpy(), buffers.event, void)
+        return CudaPendingStep(plan.step, step, buffers.out.numpy(), buffers.event, void, logprobs, scores)
 
     def _install(self, new: NewSequence) -> None:
         self._void.pop(new.slot, None)
+        self._logprobs.slots.install(new.slot, new.sampling)
         try:
             self._sampler.install(new.slot, new.sampling, new.token_ids, new.num_prompt_tokens)
             self._is_plain[new.slot] = is_plain(new.sampling)
@@ -264,4 +284,5 @@ class CudaExecutor:
 def is_plain(spec: SamplingSpec) -> bool:
     """Whether the next token is simply the largest logit."""
     is_masked = bool(spec.bad_words) or (spec.min_new_tokens > 0 and bool(spec.stop_token_ids))
-    return spec.temperature < MIN_TEMPERATURE and not spec.needs_penalties and not is_masked
+    is_edited = spec.needs_penalties or bool(spec.logit_bias or spec.allowed_token_ids)
+    return spec.temperature < MIN_TEMPERATURE and not is_edited and not is_masked

@@ -86,6 +86,7 @@ def build_cuda_executor(
         max_sequences=config.max_sequences,
         token_budget=budget,
         eos_token_ids=model_config.eos_token_ids,
+        scores_prompts=True,
         rope_border=model_config.rope_border,
         recomputes_at_border=model_config.recomputes_at_border,
     )

@@ -11,11 +11,12 @@ import math
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mii_zmq.kernels.triton import sampling
-from mii_zmq.kernels.triton.penalties import MASK_WORDS
+from mii_zmq.kernels.triton.penalties import BIAS_WORDS, MASK_WORDS
 from mii_zmq.kernels.triton.sampling import RECORD_WORDS
 from mii_zmq.worker.penalties import needs_counts
 from mii_zmq.worker.plan import SamplingSpec
@@ -23,7 +24,7 @@ from mii_zmq.worker.sampler import MIN_TEMPERATURE
 
 _ALWAYS = 2**31 - 1
 """A position that no sequence reaches."""
-_RECORD = struct.Struct("<qffdiifffiqii")
+_RECORD = struct.Struct("<qffdiifffiqiiqqi4x")
 """The record's fields in the order of `sampling.WORD_*`."""
 
 
@@ -36,7 +37,7 @@ class SamplingVariant:
     is_filtered: bool = False
     """A row that is not greedy has top-k, top-p or min-p."""
     is_edited: bool = False
-    """A row has penalties, bad words or a minimum length."""
+    """A row has penalties, biases, allowed tokens, bad words or a minimum length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class SamplingSlots:
         self._vocab_size = vocab_size
         self._device = device
         self._variants: dict[int, SamplingVariant] = {}
-        self._mask_lists: dict[int, Tensor] = {}
+        self._lists: dict[int, list[Tensor]] = {}
+        """What the slots' records point to."""
         self._pending: dict[int, tuple[SamplingSpec, int]] = {}
 
     def install(self, slot: int, spec: SamplingSpec, num_prompt_tokens: int) -> None:
@@ -67,14 +69,16 @@ class SamplingSlots:
         self._variants[slot] = SamplingVariant(
             is_sampled=is_sampled,
             is_filtered=is_sampled and (self._has_top_k(spec) or spec.top_p < 1 or spec.min_p > 0),
-            is_edited=spec.needs_penalties or bool(self._masks(spec, num_prompt_tokens)),
+            is_edited=spec.needs_penalties
+            or bool(spec.logit_bias or spec.allowed_token_ids)
+            or bool(self._masks(spec, num_prompt_tokens)),
         )
 
     def release(self, slots: list[int]) -> None:
         """Forget what `slots` held; slots that hold nothing are skipped."""
         for slot in slots:
             self._variants.pop(slot, None)
-            self._mask_lists.pop(slot, None)
+            self._lists.pop(slot, None)
             self._pending.pop(slot, None)
 
     def variant(self, slots: list[int]) -> SamplingVariant:
@@ -98,11 +102,8 @@ class SamplingSlots:
 
     def _pack(self, slot: int, spec: SamplingSpec, num_prompt_tokens: int) -> bytes:
         masks = self._masks(spec, num_prompt_tokens)
-        address = 0
-        if masks:
-            mask_list = self._to_device(torch.tensor(_mask_words(masks), dtype=torch.int32))
-            self._mask_lists[slot] = mask_list
-            address = mask_list.data_ptr()
+        biases = [(token_id, bias) for token_id, bias in spec.logit_bias if 0 <= token_id < self._vocab_size]
+        self._lists[slot] = []
         has_top_k = self._has_top_k(spec)
         is_drawn = spec.temperature >= MIN_TEMPERATURE
         flags = (
@@ -112,6 +113,7 @@ class SamplingSlots:
             (sampling.FLAG_MIN_P, spec.min_p > 0),
             (sampling.FLAG_PENALISED, spec.needs_penalties),
             (sampling.FLAG_COUNTED, needs_counts(spec)),
+            (sampling.FLAG_RESTRICTED, bool(spec.allowed_token_ids)),
         )
         return _RECORD.pack(
             spec.seed,
@@ -124,10 +126,21 @@ class SamplingSlots:
             spec.presence_penalty,
             spec.frequency_penalty,
             num_prompt_tokens,
-            address,
+            self._keep(slot, torch.tensor(_mask_words(masks), dtype=torch.int32)),
             len(masks),
             max((len(mask.prefix) for mask in masks), default=0),
+            self._keep(slot, _allowed_bits(spec.allowed_token_ids, self._vocab_size)),
+            self._keep(slot, _bias_words(biases)),
+            len(biases),
         )
+
+    def _keep(self, slot: int, words: Tensor) -> int:
+        """Address on the device of a list that lives as long as the slot's sequence; 0 for an empty one."""
+        if not len(words):
+            return 0
+        words = self._to_device(words)
+        self._lists[slot].append(words)
+        return words.data_ptr()
 
     def _masks(self, spec: SamplingSpec, num_prompt_tokens: int) -> list[_Mask]:
         """What may never, or not yet, be drawn; ids outside the vocabulary can never be."""
@@ -150,6 +163,23 @@ class SamplingSlots:
         if self._device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
+
+
+def _bias_words(biases: list[tuple[int, float]]) -> Tensor:
+    """As `penalties.mask_kernel` reads them."""
+    words = torch.empty(len(biases), BIAS_WORDS, dtype=torch.int32)
+    words[:, 0] = torch.tensor([token_id for token_id, _ in biases], dtype=torch.int32)
+    words[:, 1] = torch.tensor([bias for _, bias in biases], dtype=torch.float32).view(torch.int32)
+    return words.flatten()
+
+
+def _allowed_bits(token_ids: tuple[int, ...], vocab_size: int) -> Tensor:
+    """One bit per token, as `penalties.edit_kernel` reads them; nothing where all are allowed."""
+    if not token_ids:
+        return torch.empty(0, dtype=torch.int32)
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[[token_id for token_id in token_ids if 0 <= token_id < vocab_size]] = 1
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
 
 
 def _mask_words(masks: list[_Mask]) -> list[int]:

@@ -25,6 +25,10 @@ MAX_MESSAGE_ITEMS = 2**24
 LOAD_FIELDS = Load.__struct_fields__
 
 
+WireLogprobs: TypeAlias = tuple[float, int, Sequence[int], Sequence[float]]
+"""The values of a plan.TokenLogprobs."""
+
+
 class OutputRow(NamedTuple):
     """One sequence's output of one step (plan.SequenceOutput), with errors in their wire form."""
 
@@ -34,6 +38,10 @@ class OutputRow(NamedTuple):
     num_cached_tokens: int
     error: dict[str, Any] | None
     """`MiiError.to_wire`, with finish_reason 'error'."""
+    logprobs: Sequence[WireLogprobs] | None = None
+    """One for each of `token_ids`, where the request asked."""
+    prompt_scores: Sequence[WireLogprobs] | None = None
+    """With the first tokens of a request that asked: of prompt tokens 1, 2, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +93,7 @@ class StepReport:
 
     step: int
     """Counts the loop's steps; unchanged while idle."""
-    rows: Sequence[OutputRow | tuple[int, Sequence[int], str | None, int, dict[str, Any] | None]]
+    rows: Sequence[OutputRow | tuple[Any, ...]]
     """In the order of OutputRow; plain tuples once decoded."""
     load: Sequence[int | float]
     """The values of protocol.Load, in the order of its fields."""
@@ -217,11 +225,12 @@ def _sequence_to_wire(request: SequenceRequest) -> tuple[Any, ...]:
         request.priority,
         request.deadline_s,
         request.cache_salt,
+        request.score_prompt,
     )
 
 
 def _sequence_from_wire(value: Sequence[Any]) -> SequenceRequest:
-    seq_id, prompt, max_new_tokens, sampling, resumed, priority, deadline_s, cache_salt = value
+    seq_id, prompt, max_new_tokens, sampling, resumed, priority, deadline_s, cache_salt, score_prompt = value
     return SequenceRequest(
         seq_id=seq_id,
         prompt_token_ids=ids_from_bytes(prompt),
@@ -231,4 +240,5 @@ def _sequence_from_wire(value: Sequence[Any]) -> SequenceRequest:
         priority=priority,
         deadline_s=deadline_s,
         cache_salt=cache_salt,
+        score_prompt=score_prompt,
     )

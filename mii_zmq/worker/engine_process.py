@@ -114,7 +114,15 @@ class EngineLoop:
         for output in outputs:
             error = None if output.error is None else output.error.to_wire()
             rows.append(
-                OutputRow(output.seq_id, output.token_ids, output.finish_reason, output.num_cached_tokens, error)
+                OutputRow(
+                    output.seq_id,
+                    output.token_ids,
+                    output.finish_reason,
+                    output.num_cached_tokens,
+                    error,
+                    output.logprobs,
+                    output.prompt_scores,
+                )
             )
             self._generated_tokens += len(output.token_ids)
 

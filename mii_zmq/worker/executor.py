@@ -23,7 +23,17 @@ from mii_zmq.worker.batch import RaggedBatch, ScoredRow, SlotState, build_batch
 from mii_zmq.worker.kv_pool import KvPool
 from mii_zmq.worker.memory_bill import MemoryBill
 from mii_zmq.worker.models.decoder import ForwardBatch
-from mii_zmq.worker.plan import NOT_FINITE, EngineLimits, Executor, NewSequence, SamplingSpec, StepPlan, StepResult
+from mii_zmq.worker.plan import (
+    NOT_FINITE,
+    EngineLimits,
+    Executor,
+    NewSequence,
+    SamplingSpec,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from mii_zmq.worker.token_logprobs import LogprobSlots, measure, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +85,7 @@ class ModelExecutor:
             limits.max_sequences, limits.max_model_len, limits.block_size, pool.slab.device, limits.rope_border,
             limits.recomputes_at_border,
         )  # fmt: skip
+        self._logprobs = LogprobSlots()
         self._last_step = 0
         self._void: dict[int, str] = {}
         """Slots whose sampling options cannot be applied, and why: they draw greedily, and nothing counts."""
@@ -116,11 +127,13 @@ class ModelExecutor:
                 result.failed[row.slot] = self._void[row.slot]
         return result
 
-    def _score(self, row: ScoredRow, logits: Tensor) -> list[float]:
+    def _score(self, row: ScoredRow, logits: Tensor) -> list[TokenLogprobs]:
+        if not row.count:
+            return []
         wanted = logits[row.first_logit : row.first_logit + row.count]
-        following = self._state.token_ids[row.slot, row.start + 1 : row.start + 1 + row.count].long()
-        scores: list[float] = (wanted.gather(1, following[:, None])[:, 0] - wanted.logsumexp(-1)).tolist()
-        return scores
+        following = self._state.token_ids[row.slot, row.start + 1 : row.start + 1 + row.count]
+        width = self._logprobs.prompt_width(row.slot)
+        return unpack(measure(wanted, following, width).cpu().numpy(), [width] * row.count)
 
     def _apply(self, plan: StepPlan) -> None:
         # The tables first: they must match the scheduler's even if a later part of this step fails.
@@ -128,6 +141,7 @@ class ModelExecutor:
         self._pool.zero_blocks(plan.zeroed)
         self._pool.copy_blocks(plan.copies)
         self._sampler.release(plan.freed_slots)
+        self._logprobs.release(plan.freed_slots)
         for slot in plan.freed_slots:
             self._void.pop(slot, None)
         for new in plan.new:
@@ -136,6 +150,7 @@ class ModelExecutor:
 
     def _install(self, new: NewSequence) -> None:
         self._void.pop(new.slot, None)
+        self._logprobs.install(new.slot, new.sampling)
         try:
             self._sampler.install(new.slot, new.sampling, new.token_ids, new.num_prompt_tokens)
         except Exception as error:
@@ -150,8 +165,16 @@ class ModelExecutor:
         slots, positions = batch.sample_slots, batch.sample_positions
         for slot, reason in self._sampler.prepare(slots).items():
             self._make_void(slot, reason)
+        measured = self._logprobs.rows(slots)
+        # A copy: the sampler edits the logits in place.
+        raw = logits[list(measured)] if measured else None
         drawn, is_finite = self._sampler.sample(logits, slots, positions, self._state.token_ids)
         self._state.record(slots, positions, drawn)
         token_ids, finite = drawn.tolist(), is_finite.tolist()
         failed = {slot: NOT_FINITE for slot, is_fine in zip(slots, finite, strict=True) if not is_fine}
-        return StepResult(plan.step, [token_ids[index] for index in batch.plan_order], failed)
+        result = StepResult(plan.step, [token_ids[index] for index in batch.plan_order], failed)
+        if raw is not None:
+            widths = list(measured.values())
+            packed = measure(raw, drawn[list(measured)], max(widths)).cpu().numpy()
+            result.logprobs = dict(zip((slots[row] for row in measured), unpack(packed, widths), strict=True))
+        return result

@@ -22,7 +22,16 @@ from itertools import accumulate
 from mii_zmq.errors import InternalError
 from mii_zmq.worker.fake_faults import Faults, Hook
 from mii_zmq.worker.fake_model import FakeModel, extend_hash
-from mii_zmq.worker.plan import NOT_FINITE, EngineLimits, NewSequence, SamplingSpec, StepPlan, StepResult, StepRow
+from mii_zmq.worker.plan import (
+    NOT_FINITE,
+    EngineLimits,
+    NewSequence,
+    SamplingSpec,
+    StepPlan,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
+)
 
 POISON = -1
 """Content of a cell that a failed step wrote."""
@@ -38,6 +47,8 @@ class PlanViolation(InternalError):
 class _Slot:
     num_prompt_tokens: int
     sampling: SamplingSpec
+    token_ids: list[int]
+    """Those that it began with."""
     block_ids: list[int]
     num_tokens: int
     hashes: list[int]
@@ -103,6 +114,8 @@ class FakeExecutor:
         self._due = 0.0
         self._unread: deque[FakePendingStep] = deque()
         self._slots: dict[int, _Slot] = {}
+        self._measured: set[int] = set()
+        """Slots that want to know how probable their tokens are."""
         self._cells: dict[int, list[int | None]] = {}
         self._holders: list[set[int]] = [set() for _ in range(limits.num_blocks)]
         self._to_zero: set[int] = set()
@@ -187,7 +200,27 @@ class FakeExecutor:
                     failed.setdefault(row.slot, NOT_FINITE)
             if row.sample:
                 token_ids.append(self._draw(row))
-        return fault or StepResult(plan.step, token_ids, failed)
+        return fault or StepResult(plan.step, token_ids, failed, self._scores(plan), self._logprobs(plan, token_ids))
+
+    def _scores(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
+        scores = {}
+        for row in plan.rows:
+            if row.score:
+                slot = self._slots[row.slot]
+                end = row.start + row.num_tokens + (not row.sample)
+                width = slot.sampling.num_prompt_logprobs
+                scores[row.slot] = [self.model.logprobs(i, width) for i in slot.token_ids[row.start + 1 : end]]
+        return scores
+
+    def _logprobs(self, plan: StepPlan, token_ids: list[int]) -> dict[int, TokenLogprobs]:
+        if not self._measured:
+            return {}
+        logprobs = {}
+        for slot, token_id in zip((row.slot for row in plan.rows if row.sample), token_ids, strict=True):
+            num_top = self._slots[slot].sampling.num_logprobs
+            if num_top is not None:
+                logprobs[slot] = self.model.logprobs(token_id, num_top)
+        return logprobs
 
     def _due_hooks(self, row: StepRow) -> set[Hook]:
         slot = self._slots[row.slot]
@@ -195,6 +228,7 @@ class FakeExecutor:
 
     def _free(self, slot: int) -> None:
         self._require(slot in self._slots, f"slot {slot} is freed but not held")
+        self._measured.discard(slot)
         for block_id in self._slots.pop(slot).block_ids:
             self._holders[block_id].discard(slot)
 
@@ -211,10 +245,14 @@ class FakeExecutor:
         fixed = new.fixed_rope_length(self.limits.recomputes_at_border)
         contents = hashes if self.limits.rope_border is None else []
         hooks = self.faults.hooks_for(new.token_ids[: new.num_prompt_tokens])
-        slot = _Slot(new.num_prompt_tokens, new.sampling, [], len(hashes), hashes, contents, fixed, hooks)
+        slot = _Slot(
+            new.num_prompt_tokens, new.sampling, new.token_ids, [], len(hashes), hashes, contents, fixed, hooks
+        )
         for position in range(len(contents), len(hashes)):
             contents.append(self._content(slot, position))
         self._slots[new.slot] = slot
+        if new.sampling.num_logprobs is not None:
+            self._measured.add(new.slot)
         self._append_blocks(new.slot, new.block_ids)
 
     def _content(self, slot: _Slot, position: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
+from mii_zmq.worker.plan import SamplingSpec, SequenceRequest, TokenLogprobs
 
 EOS_TOKEN_ID = 256
 VOCAB_SIZE = 257
@@ -57,6 +57,12 @@ class FakeModel:
             elif EOS_TOKEN_ID in stop_token_ids and self._draws_eos(value, num_output_tokens):
                 return EOS_TOKEN_ID
         return token_id
+
+    def logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
+        """A token is the most probable one wherever it stands; the others follow by their ids."""
+        top_ids = [(token_id + index) % VOCAB_SIZE for index in range(num_top)]
+        logprob = -(1 + token_id % 7) / 8
+        return TokenLogprobs(logprob, 1, top_ids, [logprob - index for index in range(num_top)])
 
     def _draws_eos(self, value: int, num_output_tokens: int) -> bool:
         if self.eos_after is not None and num_output_tokens >= self.eos_after:

@@ -54,6 +54,7 @@ def make_fake_executor(config: EngineConfig, rank: int = 0) -> FakeExecutor:
         max_sequences=config.max_sequences,
         token_budget=config.token_budget or 512,
         eos_token_ids=(EOS_TOKEN_ID,),
+        scores_prompts=True,
     )
     for name in _LIMIT_OPTIONS:
         if name in options:

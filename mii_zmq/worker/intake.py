@@ -55,6 +55,7 @@ class Intake:
             if header.stream:
                 raise InvalidRequest(f"the task {body.task!r} has one answer; leave stream out", param="stream")
             return answer_text_task(self.tokenizer, self.limits, body.task, prompt)
+        resumed = _resumed_ids(message)
         return build_sequence(
             self.tokenizer,
             self.limits,
@@ -62,9 +63,11 @@ class Intake:
             message.request_id,
             prompt,
             seq_id=seq_id,
-            resumed_token_ids=_resumed_ids(message),
+            resumed_token_ids=resumed,
             priority=header.priority,
             cache_salt=header.tenant,
+            # They came with the first row.
+            score_prompt=not (header.stream and resumed),
         )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's history changes in its logits: penalties, bad words, and stop ids that may not come yet.
+"""What a request changes in its logits: penalties, biases, the tokens it allows, bad words, stop ids not due yet.
 
-`Penalties` and `TokenMasks` hold the settings of one batch's rows as packed device tensors; `OutputCounts` holds one
+The classes that `apply_` hold the settings of one batch's rows as packed device tensors; `OutputCounts` holds one
 table row per sequence that needs counts. The histories are read on the device, since the host learns drawn ids late.
 Knows nothing of how a token is then chosen.
 """
@@ -96,6 +96,39 @@ class Penalties:
             ids = drawn.index_select(0, self._rows.index_select(0, self._counted))
             ones = torch.ones_like(ids, dtype=torch.int32)
             self._counts.table.index_put_((self._table_rows, ids), ones, accumulate=True)
+
+
+class TokenBiases:
+    """What the rows of one batch add to the logits of some tokens."""
+
+    def __init__(
+        self, rows: Sequence[tuple[int, tuple[tuple[int, float], ...]]], vocab_size: int, device: torch.device
+    ) -> None:
+        """`rows` holds (row of the batch, `SamplingSpec.logit_bias`); ids outside the vocabulary are ignored."""
+        entries = [(row, *entry) for row, biases in rows for entry in biases if 0 <= entry[0] < vocab_size]
+        self._rows = torch.tensor([row for row, _, _ in entries], dtype=torch.int64, device=device)
+        self._token_ids = torch.tensor([token_id for _, token_id, _ in entries], dtype=torch.int64, device=device)
+        self._values = torch.tensor([value for _, _, value in entries], dtype=torch.float32, device=device)
+
+    def apply_(self, logits: Tensor, positions: Tensor, positions_host: list[int], token_ids: Tensor) -> None:
+        logits.index_put_((self._rows, self._token_ids), self._values, accumulate=True)
+
+
+class AllowedTokens:
+    """The rows of one batch that may draw some tokens only."""
+
+    def __init__(self, rows: Sequence[tuple[int, tuple[int, ...]]], vocab_size: int, device: torch.device) -> None:
+        """`rows` holds (row of the batch, `SamplingSpec.allowed_token_ids`); ids outside the vocabulary are ignored."""
+        self._rows = [row for row, _ in rows]
+        self._forbidden = torch.ones(len(rows), vocab_size, dtype=torch.bool, device=device)
+        for index, (_, allowed) in enumerate(rows):
+            known = [token_id for token_id in allowed if 0 <= token_id < vocab_size]
+            self._forbidden[index, torch.tensor(known, dtype=torch.int64, device=device)] = False
+
+    def apply_(self, logits: Tensor, positions: Tensor, positions_host: list[int], token_ids: Tensor) -> None:
+        for row, forbidden in zip(self._rows, self._forbidden, strict=True):
+            # Added, not assigned: a NaN must stay one.
+            logits[row] += torch.zeros_like(logits[row]).masked_fill_(forbidden, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ carries the same number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mii_zmq.errors import MiiError
 
@@ -41,6 +42,15 @@ class SamplingSpec:
     """End-of-sequence and stop ids, merged; empty when they are to be ignored."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences of which the last token is masked when the history ends with the others."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit); every id once."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """All others are masked; empty: none is."""
+    num_logprobs: int | None = None
+    """Report the log-probability of every token drawn, and of this many of the most probable ones. None: report
+    nothing."""
+    num_prompt_logprobs: int = 0
+    """So many of the most probable tokens beside each scored prompt token."""
 
     @property
     def needs_penalties(self) -> bool:
@@ -51,7 +61,21 @@ class SamplingSpec:
         fields = dict(wire)
         fields["stop_token_ids"] = tuple(fields.get("stop_token_ids", ()))
         fields["bad_words"] = tuple(tuple(word) for word in fields.get("bad_words", ()))
+        fields["logit_bias"] = tuple((token_id, bias) for token_id, bias in fields.get("logit_bias", ()))
+        fields["allowed_token_ids"] = tuple(fields.get("allowed_token_ids", ()))
         return cls(**fields)
+
+
+class TokenLogprobs(NamedTuple):
+    """How probable one token was, and which ones were most probable in its place. Natural logarithms, by the model's
+    own logits: before penalties, biases, masks and temperature."""
+
+    logprob: float
+    rank: int
+    """1 + the number of tokens more probable than this one."""
+    top_ids: Sequence[int]
+    """Descending by probability."""
+    top_logprobs: Sequence[float]
 
 
 @dataclass(slots=True)
@@ -73,7 +97,7 @@ class SequenceRequest:
     cache_salt: str = ""
     """Sequences share prefix blocks only with the same salt (tenant isolation)."""
     score_prompt: bool = False
-    """Report how probable each prompt token is behind those before it (unscaled, unfiltered logits)."""
+    """Report how probable each prompt token is behind those before it, with `SamplingSpec.num_prompt_logprobs`."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,8 +122,10 @@ class SequenceOutput:
     """With finish_reason 'error'."""
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache; set on the first output."""
-    prompt_scores: list[float] | None = None
-    """With `score_prompt`, on the first output: natural logarithms, for prompt tokens 1, 2, ..."""
+    prompt_scores: list[TokenLogprobs] | None = None
+    """With `score_prompt`, on the first output: for prompt tokens 1, 2, ..."""
+    logprobs: list[TokenLogprobs] | None = None
+    """With `SamplingSpec.num_logprobs`: one for each of `token_ids`."""
 
 
 @dataclass(slots=True)
@@ -137,7 +163,7 @@ class StepRow:
     new_block_ids: list[int] = field(default_factory=list)
     """Appended to the slot's block table before the forward pass (empty for a sequence listed in `new`)."""
     score: bool = False
-    """True: report the log-probability of the token behind each of these (but for the one that `sample` draws)."""
+    """True: report how probable the token behind each of these is (but for the one that `sample` draws)."""
 
 
 @dataclass(slots=True)
@@ -200,8 +226,10 @@ class StepResult:
     """One per row with `sample`, in row order; the value at a failed row is meaningless."""
     failed: dict[int, str] = field(default_factory=dict)
     """Slot -> one-line reason, for rows whose result must not be used (non-finite logits, exception)."""
-    scores: dict[int, list[float]] = field(default_factory=dict)
-    """Slot -> log-probabilities, for rows with `score`."""
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By slot, for rows with `score`."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Of the drawn token by slot, for slots with `SamplingSpec.num_logprobs`; meaningless for failed rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ the rows beside it, its slot, chunking, preemption or resumption (see `random_dr
 the whole vocabulary and rows with top-k or top-p take different routes, but every route gives what the plain
 computation would give. The host never needs to know the tokens drawn last: histories and counts live on the device.
 
-Order, as in transformers: repetition penalty, presence and frequency penalties, bad words, stop ids before
+Order: repetition penalty, presence and frequency penalties, biases, allowed tokens, bad words, stop ids before
 min_new_tokens, then argmax, or temperature, top-k, top-p, min-p and the keyed draw.
 """
 
@@ -19,7 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mii_zmq.worker.penalties import MaskEntry, OutputCounts, Penalties, TokenMasks, needs_counts
+from mii_zmq.worker.penalties import (
+    AllowedTokens,
+    MaskEntry,
+    OutputCounts,
+    Penalties,
+    TokenBiases,
+    TokenMasks,
+    needs_counts,
+)
 from mii_zmq.worker.plan import SamplingSpec
 from mii_zmq.worker.random_draw import GroupedLogits, row_keys
 from mii_zmq.worker.token_filters import Filters, draw_filtered
@@ -59,7 +67,8 @@ class _Batch:
     parts: list[_Part]
     """The rows that are not greedy."""
     penalties: Penalties | None
-    masks: list[TokenMasks]
+    edits: list[TokenBiases | AllowedTokens | TokenMasks]
+    """In this order, behind the penalties."""
 
 
 class Sampler:
@@ -152,7 +161,7 @@ class Sampler:
             batch = self._batch = self._pack(slots)
         position = torch.tensor(positions, dtype=torch.int64, device=self._device)
         logits = logits.contiguous()
-        for edit in (batch.penalties, *batch.masks):
+        for edit in (batch.penalties, *batch.edits):
             if edit is not None:
                 edit.apply_(logits, position, positions, token_ids)
         grouped = GroupedLogits(logits)
@@ -175,12 +184,22 @@ class Sampler:
             has_greedy=any(_is_greedy(spec) for spec in specs),
             parts=self._pack_parts(specs),
             penalties=Penalties(penalised, self._counts, self._device) if penalised else None,
-            masks=[
-                TokenMasks(entries, self._device)
-                for entries in (self._bad_words(slots), self._early_stops(slots))
-                if entries
-            ],
+            edits=[*self._pack_choices(specs), *self._pack_masks(slots)],
         )
+
+    def _pack_choices(self, specs: list[SamplingSpec]) -> list[TokenBiases | AllowedTokens]:
+        biased = [(row, spec.logit_bias) for row, spec in enumerate(specs) if spec.logit_bias]
+        restricted = [(row, spec.allowed_token_ids) for row, spec in enumerate(specs) if spec.allowed_token_ids]
+        edits: list[TokenBiases | AllowedTokens] = []
+        if biased:
+            edits.append(TokenBiases(biased, self._vocab_size, self._device))
+        if restricted:
+            edits.append(AllowedTokens(restricted, self._vocab_size, self._device))
+        return edits
+
+    def _pack_masks(self, slots: list[int]) -> list[TokenMasks]:
+        both = (self._bad_words(slots), self._early_stops(slots))
+        return [TokenMasks(entries, self._device) for entries in both if entries]
 
     def _pack_parts(self, specs: list[SamplingSpec]) -> list[_Part]:
         filtered: list[int] = []

@@ -110,8 +110,7 @@ class Scheduler:
         if result.failed:
             self.recovery.fail_rows(planned, result.failed, self._now)
         self._in_flight.popleft()
-        if result.scores:
-            planned.take_scores(result.scores)
+        planned.take_scores(result.scores)
         outputs, size = self._pending, self.limits.block_size
         for sequence, token_id in zip(planned.sampled, result.token_ids, strict=True):
             if sequence is None or sequence.state is FINISHED:
@@ -141,6 +140,8 @@ class Scheduler:
                 # A block can be offered once its last token is known and that token's KV is planned: this result
                 # completes both under the overlapped loop, the next one does without overlap.
                 self._register_known_blocks(sequence)
+        if result.logprobs:
+            planned.give_logprobs(result.logprobs, outputs)
         self.recovery.note_good_step(planned)
         return self.take_outputs()
 

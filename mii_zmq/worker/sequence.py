@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mii_zmq.errors import InvalidRequest, PromptTooLong
-from mii_zmq.worker.plan import EngineLimits, NewSequence, SamplingSpec, SequenceRequest, StepPlan, StepRow
+from mii_zmq.worker.plan import (
+    EngineLimits,
+    NewSequence,
+    SamplingSpec,
+    SequenceOutput,
+    SequenceRequest,
+    StepPlan,
+    StepRow,
+    TokenLogprobs,
+)
 
 PRIORITY_STEP_S = 10.0
 """One level of priority counts as much as having arrived this much earlier, so that every wait is bounded."""
@@ -76,8 +85,8 @@ class Sequence:
     """While waiting: prompt tokens to compute, as estimated from the prefix cache when it was queued."""
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache, until the first output has reported them."""
-    prompt_scores: list[float] | None = None
-    """Log-probabilities of prompt tokens 1, 2, ..., as far as they are known; None: not asked for."""
+    prompt_scores: list[TokenLogprobs] | None = None
+    """Of prompt tokens 1, 2, ..., as far as they are known; None: not asked for."""
     has_emitted: bool = False
     has_borrowed: bool = False
     """Since its last admission it has used blocks that another sequence computed."""
@@ -227,12 +236,22 @@ class PlannedStep:
         self.sequences = [None if item is sequence else item for item in self.sequences]
         self.sampled = [None if item is sequence else item for item in self.sampled]
 
-    def take_scores(self, scores: dict[int, list[float]]) -> None:
-        """Give each sequence what its row found; a row that was computed again finds nothing new."""
+    def take_scores(self, scores: dict[int, list[TokenLogprobs]]) -> None:
+        """Give each sequence what its row found, if any did; a row that was computed again finds nothing new."""
+        if not scores:
+            return
         for row, sequence in zip(self.rows, self.sequences, strict=True):
             if row.score and sequence is not None and sequence.prompt_scores is not None:
                 known = sequence.prompt_scores
                 known += scores[row.slot][len(known) - row.start : sequence.num_prompt_tokens - 1 - row.start]
+
+    def give_logprobs(self, logprobs: dict[int, TokenLogprobs], outputs: list[SequenceOutput]) -> None:
+        """To this step's outputs, each of one token; `logprobs` is by slot."""
+        rows = zip(self.rows, self.sequences, strict=True)
+        found = {item.seq_id: logprobs[row.slot] for row, item in rows if item is not None and row.slot in logprobs}
+        for output in outputs:
+            if output.token_ids and output.seq_id in found:
+                output.logprobs = [found[output.seq_id]]
 
     def ends(self) -> dict[Sequence, int]:
         """Unfinished sequences with a row, and the position at which it ends."""

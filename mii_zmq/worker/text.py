@@ -19,6 +19,7 @@ from mii_zmq.sampling_params import SamplingParams, check_text, check_vocabulary
 from mii_zmq.tokenizer import HfTokenizer, TextTokenizer
 from mii_zmq.worker.chat_template import open_reasoning, render_chat
 from mii_zmq.worker.detokenizer import TAIL_TOKENS, Detokenizer, StopMatcher
+from mii_zmq.worker.logprob_records import RecordWriter, check_prompt_entries
 from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest
 
 
@@ -59,6 +60,12 @@ class PreparedSequence:
     def prompt_length(self) -> int:
         return len(self.sequence.prompt_token_ids)
 
+    def record_writer(self) -> RecordWriter | None:
+        """For the log-probabilities that the request asked for, if any."""
+        if self.params.logprobs is None and self.params.prompt_logprobs is None:
+            return None
+        return RecordWriter(self.tokenizer, self.sequence.prompt_token_ids)
+
     def output_processor(self) -> OutputProcessor:
         """A processor for the sequence's output; resumed tokens still have to be replayed."""
         return OutputProcessor(
@@ -85,8 +92,11 @@ def build_sequence(
     priority: int = 0,
     deadline_s: float | None = None,
     cache_salt: str = "",
+    score_prompt: bool = True,
 ) -> PreparedSequence:
     """Tokenize and check one request; `choice` is the index of the continuation when `params.n` is more than 1.
+
+    `score_prompt` False: the reader has the prompt's log-probabilities already, if they were asked for.
 
     Raises:
         InvalidRequest: the prompt is empty or malformed, or an option does not fit it or the model.
@@ -102,15 +112,19 @@ def build_sequence(
             f"resume holds {len(resumed)} token ids, more than the {max_new_tokens} output tokens asked for",
             param="resume",
         )
+    if params.prompt_logprobs is not None:
+        check_prompt_entries(len(prompt_token_ids), params.prompt_logprobs)
     sequence = SequenceRequest(
         seq_id=seq_id,
         prompt_token_ids=prompt_token_ids,
-        max_new_tokens=max_new_tokens,
+        # The engine draws at least one, which `OutputProcessor` drops.
+        max_new_tokens=max(1, max_new_tokens),
         sampling=_sampling_spec(tokenizer, limits, params, request_id, choice),
         resumed_token_ids=resumed,
         priority=priority,
         deadline_s=deadline_s,
         cache_salt=cache_salt,
+        score_prompt=score_prompt and params.prompt_logprobs is not None,
     )
     lead = open_reasoning(prompt_text) if prompt.return_reasoning_start and prompt_text is not None else ""
     return PreparedSequence(sequence, params, prompt_text, tokenizer, lead)
@@ -186,7 +200,7 @@ class OutputProcessor:
 
     The text of an end-of-sequence or stop id that ends the sequence is dropped, though the token is counted. Stop
     strings match only in text from tokens after the first `min_new_tokens`, and not at all with `ignore_eos`. With
-    `return_full_text` the prompt's text comes first, else `lead`.
+    `return_full_text` the prompt's text comes first, else `lead`. Where no output is wanted, none is used.
     """
 
     def __init__(
@@ -205,6 +219,7 @@ class OutputProcessor:
         self._min_new_tokens = params.min_new_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_new_tokens = max_new_tokens
+        self._is_prompt_only = params.max_new_tokens == 0
         self._lead = lead
         if params.return_full_text:
             self._lead = prompt_text if prompt_text is not None else tokenizer.decode(
@@ -227,6 +242,9 @@ class OutputProcessor:
         """
         if self.finish_reason is not None:
             return "", self.finish_reason, 0
+        if self._is_prompt_only:
+            self.finish_reason = "length"
+            return self._lead, self.finish_reason, 0
         has_ending_token = engine_finish_reason == "stop" and len(token_ids) > 0
         kept = token_ids[:-1] if has_ending_token else token_ids
         text, num_used = self._consume(kept)
@@ -359,7 +377,12 @@ def _sampling_spec(
         "bad_words": tuple(
             word for word in bad_words_ids(tokenizer, params.bad_words) if max(word) < limits.vocab_size
         ),
+        "logit_bias": tuple(params.logit_bias.items()),
+        "allowed_token_ids": tuple(sorted(set(params.allowed_token_ids or ()))),
+        "num_logprobs": params.logprobs,
+        "num_prompt_logprobs": params.prompt_logprobs or 0,
     }
+    _check_allowed(params, shared)
     if params.is_greedy:
         return SamplingSpec(temperature=0.0, **shared)
     return SamplingSpec(
@@ -370,6 +393,18 @@ def _sampling_spec(
         min_p=params.min_p,
         **shared,
     )
+
+
+def _check_allowed(params: SamplingParams, shared: dict[str, Any]) -> None:
+    """Refuse a request of which the masks could leave no token to draw."""
+    masked = {word[-1] for word in shared["bad_words"]}
+    if params.min_new_tokens:
+        masked.update(shared["stop_token_ids"])
+    if params.allowed_token_ids is not None and masked.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            "allowed_token_ids holds nothing but tokens that bad_words or min_new_tokens forbid; allow others, too",
+            param="allowed_token_ids",
+        )
 
 
 def _derive_seed(request_id: bytes, choice: int) -> int:

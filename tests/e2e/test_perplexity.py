@@ -36,8 +36,8 @@ def test_perplexity_equals_that_of_transformers() -> None:
     while core.has_work:
         outputs += core.step()
     core.close()
-    scores = outputs[0].prompt_scores
-    assert scores is not None
+    assert outputs[0].prompt_scores is not None
+    scores = [score.logprob for score in outputs[0].prompt_scores]
     assert len(scores) == NUM_TOKENS - 1
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -25,7 +25,7 @@ from mii_zmq.worker.engine_channel import (
     load_from_values,
     load_values,
 )
-from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest
+from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest, TokenLogprobs
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 
@@ -35,8 +35,12 @@ IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 def test_sequences_survive_the_channel(
     prompt: list[int], resumed: list[int], stop: list[int], salt: str, deadline: float | None
 ) -> None:
-    sampling = SamplingSpec(seed=2**63 - 1, top_p=0.9, stop_token_ids=tuple(stop), bad_words=((1, 2), (3,)))
-    request = SequenceRequest(7, prompt, 5, sampling, resumed, -3, deadline, salt)
+    sampling = SamplingSpec(
+        seed=2**63 - 1, top_p=0.9, stop_token_ids=tuple(stop), bad_words=((1, 2), (3,)),
+        logit_bias=tuple((token_id, 1.5) for token_id in stop), allowed_token_ids=tuple(stop), num_logprobs=len(stop),
+        num_prompt_logprobs=2,
+    )  # fmt: skip
+    request = SequenceRequest(7, prompt, 5, sampling, resumed, -3, deadline, salt, score_prompt=bool(prompt))
     assert decode_to_engine(encode(AddSequence(request))) == AddSequence(request)
 
 
@@ -58,11 +62,21 @@ def test_messages_from_the_engine() -> None:
 def test_step_reports_keep_rows_and_load() -> None:
     load = Load(step=3, running=2, step_ms=1.25)
     error = PromptTooLong("too long", param="prompt").to_wire()
-    rows = [OutputRow(1, [5, 6], None, 4, None), OutputRow(2, [], "error", 0, error)]
+    found = TokenLogprobs(-0.5, 2, [8, 6], [-0.25, -0.5])
+    rows = [
+        OutputRow(1, [5, 6], None, 4, None),
+        OutputRow(2, [], "error", 0, error),
+        OutputRow(3, [6], None, 0, None, [found], [found, found]),
+    ]
     report = decode_from_engine(encode(StepReport(3, rows, load_values(load))))
     assert isinstance(report, StepReport)
     assert load_from_values(report.load) == load
-    assert [OutputRow(*row) for row in report.rows] == [(1, (5, 6), None, 4, None), (2, (), "error", 0, error)]
+    plain = (-0.5, 2, (8, 6), (-0.25, -0.5))
+    assert [OutputRow(*row) for row in report.rows] == [
+        (1, (5, 6), None, 4, None, None, None),
+        (2, (), "error", 0, error, None, None),
+        (3, (6,), None, 0, None, (plain,), (plain, plain)),
+    ]
 
 
 def test_errors_keep_their_class() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of whole prompts out of the running engine, against transformers' own."""
+"""Log-probabilities of prompts and of output tokens out of the running engine, against transformers' own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mii_zmq.config import EngineConfig
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.worker.core import EngineCore
 from mii_zmq.worker.loading import load_executor
-from mii_zmq.worker.plan import SequenceRequest
+from mii_zmq.worker.plan import SamplingSpec, SequenceOutput, SequenceRequest, TokenLogprobs
 from tests.engine_driver import make_driver, make_request
 
 VOCAB = 89
@@ -50,27 +50,38 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-def run(core: EngineCore, *requests: SequenceRequest) -> dict[int, list[list[float] | None]]:
+def outputs_of(core: EngineCore, *requests: SequenceRequest) -> dict[int, list[SequenceOutput]]:
     for request in requests:
         core.add(request)
-    found: dict[int, list[list[float] | None]] = {}
+    found: dict[int, list[SequenceOutput]] = {}
     while core.has_work:
         for output in core.step():
             assert output.error is None
-            found.setdefault(output.seq_id, []).append(output.prompt_scores)
+            found.setdefault(output.seq_id, []).append(output)
     return found
 
 
-def expected(reference: Any, prompt: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits = reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-    return logits.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+def run(core: EngineCore, *requests: SequenceRequest) -> dict[int, list[list[TokenLogprobs] | None]]:
+    found = outputs_of(core, *requests)
+    return {seq_id: [output.prompt_scores for output in outputs] for seq_id, outputs in found.items()}
 
 
-def check(reference: Any, prompt: list[int], scores: list[float] | None) -> None:
+def check(
+    reference: Any, tokens: list[int], scores: list[TokenLogprobs] | None, first: int = 1, width: int = 0
+) -> None:
+    """`scores` are those of the tokens from index `first` on."""
     assert scores is not None
-    assert len(scores) == len(prompt) - 1
-    torch.testing.assert_close(torch.tensor(scores), expected(reference, prompt), rtol=1e-4, atol=1e-4)
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([tokens])).logits[0, first - 1 : -1].log_softmax(-1)
+    assert len(scores) == len(wanted) == len(tokens) - first
+    chosen = wanted.gather(1, torch.tensor(tokens[first:])[:, None])
+    found = torch.tensor([score.logprob for score in scores])
+    torch.testing.assert_close(found, chosen[:, 0], rtol=1e-4, atol=1e-4)
+    assert [score.rank for score in scores] == ((wanted > chosen).sum(-1) + 1).tolist()
+    top = wanted.topk(width)
+    assert [list(score.top_ids) for score in scores] == top.indices.tolist()
+    for score, values in zip(scores, top.values, strict=True):
+        torch.testing.assert_close(torch.tensor(score.top_logprobs), values, rtol=1e-4, atol=1e-4)
 
 
 def test_scores_of_chunked_prompts_among_others(reference: Any, core: EngineCore) -> None:
@@ -100,6 +111,45 @@ def test_a_preempted_sequence_is_scored_once(reference: Any, core: EngineCore) -
     for i, prompt in enumerate(prompts):
         check(reference, prompt, found[i][0])
         assert found[i][1:] == [None] * 29
+
+
+def test_output_tokens_are_measured_by_the_models_own_logits(reference: Any, core: EngineCore) -> None:
+    """Whatever sampling makes of them, and beside rows that ask for nothing."""
+    specs = [
+        SamplingSpec(num_logprobs=3),
+        SamplingSpec(num_logprobs=0, seed=1, temperature=0.7, top_k=9),
+        SamplingSpec(),
+        SamplingSpec(num_logprobs=5, repetition_penalty=1.5, logit_bias=((7, 50.0),), num_prompt_logprobs=2),
+        SamplingSpec(num_logprobs=1, seed=2, temperature=2.0, allowed_token_ids=(3, 5, 8)),
+    ]
+    prompts = [prompt_of(length, length) for length in (40, 3, 17, 30, 9)]
+    requests = [
+        make_request(i, prompt, 8, sampling=spec, score_prompt=spec.num_prompt_logprobs > 0)
+        for i, (prompt, spec) in enumerate(zip(prompts, specs, strict=True))
+    ]
+    found = outputs_of(core, *requests)
+    for i, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
+        drawn = [token_id for output in found[i] for token_id in output.token_ids]
+        assert len(drawn) == 8
+        if spec.num_logprobs is None:
+            assert all(output.logprobs is None for output in found[i])
+            continue
+        scores = [score for output in found[i] for score in output.logprobs or ()]
+        check(reference, [*prompt, *drawn], scores, first=len(prompt), width=spec.num_logprobs)
+    check(reference, prompts[3], found[3][0].prompt_scores, width=2)
+    assert set(found[4][-1].token_ids) <= {3, 5, 8}
+
+
+@pytest.mark.parametrize("core", [10], indirect=True)
+def test_every_token_of_a_preempted_sequence_is_measured_once(reference: Any, core: EngineCore) -> None:
+    prompts = [prompt_of(30, seed) for seed in range(3)]
+    spec = SamplingSpec(num_logprobs=1)
+    found = outputs_of(core, *(make_request(i, prompt, 30, sampling=spec) for i, prompt in enumerate(prompts)))
+    assert core.stats().num_preemptions > 0
+    for i, prompt in enumerate(prompts):
+        drawn = [token_id for output in found[i] for token_id in output.token_ids]
+        scores = [score for output in found[i] for score in output.logprobs or ()]
+        check(reference, [*prompt, *drawn], scores, first=30, width=1)
 
 
 def test_an_engine_that_cannot_score_says_so() -> None:

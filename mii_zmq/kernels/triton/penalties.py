@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's history changes in its logits: penalties, bad words, and stop ids that may not come yet.
+"""What a request changes in its logits: penalties, biases, the tokens it allows, bad words, stop ids not due yet.
 
 The edited logits are float32, in a workspace [R, V] of 32-bit words: the head's own logits stay as they are. Launch
 order: clear, count, edit, mask. `count` notes in the workspace, for the rows with penalties, what stands in the
 history: bit 31 for a token of the prompt, below it the number of times in the output; `edit` replaces these words by
-the edited logits. Nothing is kept between steps, so a resumed or preempted sequence needs no care. Histories are read
-on the device, since the host learns drawn ids late.
+the edited logits, in which `mask` adds the biases and then masks. Nothing is kept between steps, so a resumed or
+preempted sequence needs no care. Histories are read on the device, since the host learns drawn ids late.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ import triton.language as tl
 from mii_zmq.kernels.triton.sampling import (
     FLAG_COUNTED,
     FLAG_PENALISED,
+    FLAG_RESTRICTED,
+    WORD_ALLOWED,
+    WORD_BIASES,
     WORD_FLAGS,
     WORD_FREQUENCY,
     WORD_LONGEST_PREFIX,
     WORD_MASKS,
+    WORD_NUM_BIASES,
     WORD_NUM_MASKS,
     WORD_NUM_PROMPT,
     WORD_PRESENCE,
@@ -32,6 +36,8 @@ from mii_zmq.kernels.triton.sampling import (
 MASK_WORDS = 4
 """int32 values per mask entry: token id, position below which it holds, length of its prefix, and where that begins in
 the slot's list (which holds all entries, then all prefixes)."""
+BIAS_WORDS = 2
+"""int32 values per bias entry: token id, and the bits of what is added to its logit. Every id stands there once."""
 
 
 @triton.jit
@@ -116,6 +122,11 @@ def edit_kernel(
             lowered = load_float(record, WORD_FREQUENCY) * count
             lowered += tl.where(count > 0, load_float(record, WORD_PRESENCE), 0.0)
             x = tl.where(notes != 0, x - lowered, x)
+    if (flags & FLAG_RESTRICTED) != 0:
+        allowed = load_int64(record, WORD_ALLOWED).to(tl.pointer_type(tl.int32))
+        bits = tl.load(allowed + offs // 32, mask=mask, other=0) >> (offs % 32)
+        # Added, not stored: a NaN must stay one. Later biases are finite and change nothing about it.
+        x += tl.where((bits & 1) != 0, 0.0, float("-inf"))
     tl.store(edited_ptr + base + offs, x, mask=mask)
 
 
@@ -142,6 +153,17 @@ def mask_kernel(
     position = tl.load(position_ptr + row)
     history = token_ids_ptr + tl.load(slot_ptr + row).to(tl.int64) * history_stride
     logits = edited_ptr + row.to(tl.int64) * vocab_size
+    num_biases = tl.load(record + WORD_NUM_BIASES)
+    biases = load_int64(record, WORD_BIASES).to(tl.pointer_type(tl.int32))
+    for start in range(0, num_biases, TILE):
+        offs = start + tl.arange(0, TILE)
+        mask = offs < num_biases
+        token_id = tl.load(biases + offs * 2, mask=mask, other=0)
+        bias = tl.load(biases + offs * 2 + 1, mask=mask, other=0).to(tl.float32, bitcast=True)
+        x = tl.load(logits + token_id, mask=mask, other=0.0)
+        tl.store(logits + token_id, x + bias, mask=mask)
+    # A masked token may have a bias, which another thread has stored.
+    tl.debug_barrier()
     for start in range(0, num_masks, TILE):
         offs = start + tl.arange(0, TILE)
         mask = offs < num_masks

@@ -16,7 +16,7 @@ import triton.language as tl
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-RECORD_WORDS = 16
+RECORD_WORDS = 22
 """int32 values of one slot's record. Values of 64 bits lie low word first; floats are stored bit by bit."""
 WORD_SEED = tl.constexpr(0)
 WORD_TEMPERATURE = tl.constexpr(2)
@@ -31,6 +31,9 @@ WORD_NUM_PROMPT = tl.constexpr(11)
 WORD_MASKS = tl.constexpr(12)
 WORD_NUM_MASKS = tl.constexpr(14)
 WORD_LONGEST_PREFIX = tl.constexpr(15)
+WORD_ALLOWED = tl.constexpr(16)
+WORD_BIASES = tl.constexpr(18)
+WORD_NUM_BIASES = tl.constexpr(20)
 
 FLAG_DRAWN = tl.constexpr(1)
 """Not greedy."""
@@ -40,6 +43,8 @@ FLAG_MIN_P = tl.constexpr(8)
 FLAG_PENALISED = tl.constexpr(16)
 FLAG_COUNTED = tl.constexpr(32)
 """Has a presence or frequency penalty."""
+FLAG_RESTRICTED = tl.constexpr(64)
+"""May draw some tokens only."""
 
 INF_KEY = tl.constexpr(0x7F800000)
 MINUS_INF_KEY = tl.constexpr(-0x7F800001)

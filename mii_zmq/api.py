@@ -23,12 +23,12 @@ from mii_zmq.mii_client import (
     StreamingFn,
     check_streamable,
     check_streaming_fn,
+    checked_params,
     checked_prompts,
 )
 from mii_zmq.mii_settings import default_deployment_name, pipeline_settings, serve_settings
 from mii_zmq.progress import Progress
 from mii_zmq.registry import DeploymentNotFoundError, DeploymentRecord, Registry
-from mii_zmq.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mii_zmq.worker.pipeline import LocalEngine, LocalRequest
@@ -167,7 +167,7 @@ class Pipeline:
 
         Leaving the iterator early cancels the request.
         """
-        params = SamplingParams.from_mapping(generate_kwargs)
+        params = checked_params(generate_kwargs)
         check_streamable([prompt], params)
         (request,) = self.inference_engine.submit([(prompt, params, 0)])
         with contextlib.closing(request):

@@ -216,7 +216,16 @@ def checked_prompts(prompts: Any, options: Mapping[str, Any]) -> tuple[list[str]
         if not isinstance(text, str):
             raise InvalidRequest(f"prompts[{index}] must be a string, got {type(text).__name__}", param="prompts")
         check_text(text, "prompts")
-    return list(texts), SamplingParams.from_mapping(options)
+    return list(texts), checked_params(options)
+
+
+def checked_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Options of a call, but for those of which a `Response` could not hold the result."""
+    params = SamplingParams.from_mapping(options)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            raise InvalidRequest(f"{name}: the Python interface does not return them; use the HTTP doors", param=name)
+    return params
 
 
 def check_streamable(prompts: Sequence[Any], params: SamplingParams) -> None:
@@ -233,7 +242,7 @@ def check_streaming_fn(streaming_fn: Any) -> None:
 
 
 def _stream_body(prompt: str | Chat, options: Mapping[str, Any]) -> GenerateBody:
-    params = SamplingParams.from_mapping(options)
+    params = checked_params(options)
     check_streamable([prompt], params)
     if isinstance(prompt, str):
         return GenerateBody(prompt=check_text(prompt, "prompt"), params=params.to_mapping())

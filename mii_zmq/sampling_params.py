@@ -155,9 +155,9 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _from_validation_error(error: msgspec.ValidationError) -> InvalidRequest:
-    text = str(error)
-    reason, _, path = text.partition(" - at `$.")
-    param = path.rstrip("`").split("[")[0] or None
+    # "... - at `$.stop[1]`", or of a map's key "... - at `key` in `$.logit_bias`".
+    reason, _, path = str(error).partition(" - at `")
+    param = path.rpartition("$.")[2].rstrip("`").split("[")[0] or None
     return InvalidRequest(f"{param}: {reason}" if param else reason, param=param)
 
 

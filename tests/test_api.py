@@ -149,6 +149,7 @@ def test_only_one_prompt_can_be_streamed(pipe: mii.Pipeline) -> None:
         ({"prompts": ""}, InvalidRequest),
         ({"prompts": "\ud800"}, InvalidRequest),
         ({"prompts": "a", "max_new_tokens": 0}, InvalidRequest),
+        ({"prompts": "a", "logprobs": 1}, InvalidRequest),
         ({"prompts": "a", "max_new_token": 1}, InvalidRequest),
         ({"prompts": "abc", "max_length": 3}, InvalidRequest),
         ({"prompts": "x" * 9000}, PromptTooLong),

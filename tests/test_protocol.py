@@ -59,6 +59,13 @@ def one_row() -> list[bytes]:
     return rows.to_frames()
 
 
+def measured_rows() -> list[bytes]:
+    rows = TokenRows()
+    rows.add(TokenDelta(ID, 0, 0, bytes(4), b"a", None))
+    rows.add(TokenDelta(EPOCH, 0, 0, bytes(4), b"b", None, b"\0\0"))
+    return rows.to_frames()
+
+
 def two_rows() -> list[bytes]:
     rows = TokenRows()
     rows.add(TokenDelta(ID, 3, 3, b"\1\0\0\0\2\0\0\0", b"ab", None))
@@ -113,6 +120,18 @@ GOLDEN: dict[str, tuple[list[bytes], tuple[str, ...]]] = {
             "80",
             "0100000002000000",
             "6162",
+        ),
+    ),
+    "TOKENS with log-probabilities": (
+        measured_rows(),
+        (
+            "12",
+            "0" * 32,
+            f"82a4726f77739296c410{ID.hex()}00000101c096c410{EPOCH.hex()}00000101c0ad6c6f6770726f625f6279746573920002",
+            "80",
+            "00" * 8,
+            "6162",
+            "0000",
         ),
     ),
     "FINAL": (
@@ -228,6 +247,7 @@ deltas = st.builds(
     st.lists(st.binary(min_size=4, max_size=4), max_size=4).map(b"".join),
     texts.map(str.encode),
     st.none() | st.sampled_from(("stop", "length")),
+    st.just(b"") | st.binary(max_size=9),
 )
 
 
@@ -272,8 +292,8 @@ def test_a_changed_byte_is_read_or_refused(name: str, at: int, value: int) -> No
 
 @pytest.mark.slow
 @given(
-    rows=st.lists(st.lists(values, min_size=5, max_size=7) | values, max_size=3),
-    raw=st.lists(st.binary(max_size=9), max_size=3),
+    rows=st.lists(st.lists(values, min_size=5, max_size=8) | values, max_size=3),
+    raw=st.lists(st.binary(max_size=9), max_size=4),
 )
 @settings(max_examples=100, deadline=None)
 def test_rows_that_make_no_sense_are_refused(rows: list[Any], raw: list[bytes]) -> None:
@@ -299,11 +319,19 @@ def test_rows_that_make_no_sense_are_refused(rows: list[Any], raw: list[bytes]) 
         [ID, 0, 0, 1, 0],
         7,
         [ID, 0, 0, True, 0, None],
+        [ID, 0, 0, 1, 0, None, 1],
     ],
 )
 def test_bad_row(row: Any) -> None:
     with pytest.raises(ProtocolError):
         list(iterate_tokens(Message(Verb.TOKENS, ID, {"rows": [row]}, raw=(bytes(4), b""))))
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 2], [-1, 4], [1.0, 1], [4, 0], ["1", 0], 2])
+def test_sizes_of_log_probabilities_that_do_not_add_up(sizes: Any) -> None:
+    header = {"rows": [[ID, 0, 0, 1, 0, None], [EPOCH, 0, 0, 1, 0, None]], "logprob_bytes": sizes}
+    with pytest.raises(ProtocolError):
+        list(iterate_tokens(Message(Verb.TOKENS, ID, header, raw=(bytes(8), b"", b"ab"))))
 
 
 def replaced(index: int, frame: bytes) -> list[bytes]:

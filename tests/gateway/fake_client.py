@@ -35,17 +35,19 @@ class FakeGeneration:
         self.final: FinalBody | None = None
         self.is_cancelled = asyncio.Event()
         self.texts: list[str] = []
+        self.logprobs = b""
         self._deltas: list[TokenDelta] = []
         self._error: MiiError | None = None
         self._changed = asyncio.Event()
 
-    def push(self, *texts: str) -> None:
-        """One token per text."""
+    def push(self, *texts: str, logprobs: bytes = b"") -> None:
+        """One token per text; `logprobs` come with each."""
         for text in texts:
             offset = len(self.texts)
             self.texts.append(text)
             token_ids = array("i", [offset]).tobytes()
-            self._deltas.append(TokenDelta(self.request_id, offset, offset, token_ids, text.encode(), None))
+            self._deltas.append(TokenDelta(self.request_id, offset, offset, token_ids, text.encode(), None, logprobs))
+            self.logprobs += logprobs
         self._changed.set()
 
     def finish(
@@ -107,6 +109,7 @@ class FakeGeneration:
             generated_length=self.final.generated_length,
             num_cached_tokens=self.final.num_cached_tokens,
             matched_stop=self.final.matched_stop,
+            logprobs=self.logprobs,
         )
 
 

@@ -238,7 +238,8 @@ def test_every_field_of_the_table(rules: dict[str, Any], is_chat: bool) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logprobs": True}, {"logit_bias": {"5": 1}}, {"response_format": {"type": "json_schema"}}, {"top_logprobs": 2},
+        {"logprob_token_ids": [1]}, {"logprobs": 1}, {"top_logprobs": 21, "logprobs": True}, {"top_logprobs": 2},
+        {"response_format": {"type": "json_schema"}},
         {"functions": [{}]}, {"best_of": 2}, {"guided_json": {}},
         {"structured_outputs": {"json": {}}}, {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
@@ -252,11 +253,11 @@ def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any]) -> None:
 
 
 async def test_ignored_fields_are_listed(http: aiohttp.ClientSession) -> None:
-    extra = {"user": "u\r\nX-Evil: 1", "metadata": {"a": "b"}, "logprobs": False, "prediction": {}}
+    extra = {"user": "u\r\nX-Evil: 1", "metadata": {"a": "b"}, "store": False, "prediction": {}}
     for stream in (False, True):
         async with http.post("/v1/chat/completions", json={**CHAT, **extra, "stream": stream}) as response:
             assert response.status == 200
-            assert response.headers["x-ignored-fields"] == "user, metadata, logprobs, prediction"
+            assert response.headers["x-ignored-fields"] == "user, metadata, store, prediction"
     async with http.post("/v1/chat/completions", json=CHAT) as response:
         assert "x-ignored-fields" not in response.headers
 

@@ -128,4 +128,6 @@ class Harness:
 
 def row(seq_id: int, text: str | bytes | Sequence[int] = "", finish: str | None = None, **more: Any) -> OutputRow:
     ids = text if not isinstance(text, str | bytes) else list(text.encode() if isinstance(text, str) else text)
-    return OutputRow(seq_id, ids, finish, more.get("cached", 0), more.get("error"))
+    return OutputRow(
+        seq_id, ids, finish, more.get("cached", 0), more.get("error"), more.get("logprobs"), more.get("prompt_scores")
+    )

@@ -37,7 +37,7 @@ from mii_zmq.worker.models.decoder import Decoder
 from mii_zmq.worker.models.model_weights import DecoderWeights
 from mii_zmq.worker.models.random_weights import SHAPES, random_weights
 from mii_zmq.worker.models.spec import RopeConfig
-from mii_zmq.worker.plan import EngineLimits, Executor, SamplingSpec, SequenceRequest
+from mii_zmq.worker.plan import EngineLimits, Executor, SamplingSpec, SequenceRequest, TokenLogprobs
 from mii_zmq.worker.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -47,12 +47,12 @@ CONFIG = replace(
     max_position_embeddings=MAX_LEN, ropes=(RopeConfig(500000.0, 16),) * 2, scale=0.25,
 )  # fmt: skip
 SPECS = [
-    SamplingSpec(),
-    SamplingSpec(seed=5, temperature=0.8, top_k=12, top_p=0.9),
-    SamplingSpec(seed=6, temperature=1.0),
-    SamplingSpec(repetition_penalty=1.3, presence_penalty=0.4),
+    SamplingSpec(num_logprobs=0),
+    SamplingSpec(seed=5, temperature=0.8, top_k=12, top_p=0.9, num_logprobs=3, num_prompt_logprobs=2),
+    SamplingSpec(seed=6, temperature=1.0, logit_bias=((3, 4.5), (70, -2.0))),
+    SamplingSpec(repetition_penalty=1.3, presence_penalty=0.4, num_logprobs=1, num_prompt_logprobs=1),
     SamplingSpec(min_new_tokens=3, stop_token_ids=(5, 6)),
-    SamplingSpec(seed=9, temperature=0.7, min_p=0.05),
+    SamplingSpec(seed=9, temperature=0.7, min_p=0.05, allowed_token_ids=(0, 7, 31, 32, 64, 98)),
 ]
 
 
@@ -97,24 +97,36 @@ def make_weights() -> DecoderWeights:
     return weights
 
 
-def run(executor: Executor) -> tuple[dict[int, list[Any]], int]:
-    """Token ids and finish_reason of every request, and the number of preemptions."""
+def run(executor: Executor) -> tuple[dict[int, list[Any]], dict[int, list[TokenLogprobs]], int]:
+    """Token ids and finish_reason of every request, its log-probabilities, and the number of preemptions."""
     core = EngineCore(executor)
     draw = random.Random(3)
     for seq_id, spec in enumerate(SPECS):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.choice([1, 13, 15, 30]))]
-        core.add(SequenceRequest(seq_id, prompt, draw.randint(6, 14), sampling=spec))
+        scores = spec.num_prompt_logprobs > 0
+        core.add(SequenceRequest(seq_id, prompt, draw.randint(6, 14), sampling=spec, score_prompt=scores))
     outputs: dict[int, list[Any]] = {seq_id: [] for seq_id in range(len(SPECS))}
+    measured: dict[int, list[TokenLogprobs]] = {seq_id: [] for seq_id in range(len(SPECS))}
     while core.has_work:
         for output in core.step():
             assert output.error is None, output.error
             outputs[output.seq_id] += output.token_ids
+            measured[output.seq_id] += [*(output.prompt_scores or ()), *(output.logprobs or ())]
             if output.finish_reason:
                 outputs[output.seq_id].append(output.finish_reason)
     stats = core.stats()
     assert stats.num_used_blocks == 0
     core.close()
-    return outputs, stats.num_preemptions
+    return outputs, measured, stats.num_preemptions
+
+
+def compare_measured(found: dict[int, list[TokenLogprobs]], expected: dict[int, list[TokenLogprobs]]) -> None:
+    assert {len(rows) > 0 for rows in found.values()} == {True, False}
+    for seq_id, rows in found.items():
+        assert [(row.rank, row.top_ids) for row in rows] == [(row.rank, row.top_ids) for row in expected[seq_id]]
+        for row, other in zip(rows, expected[seq_id], strict=True):
+            numbers, others = ([item.logprob, *item.top_logprobs] for item in (row, other))
+            torch.testing.assert_close(torch.tensor(numbers), torch.tensor(others), rtol=1e-3, atol=1e-3)
 
 
 BANE = 7
@@ -161,15 +173,18 @@ def main(num_blocks: int, deterministic: bool) -> None:
         model="random", max_sequences=SLOTS, block_size=BLOCK, num_blocks=num_blocks, token_budget=BUDGET,
         deterministic=deterministic,
     )  # fmt: skip
-    found, preemptions = run(
+    found, measured, preemptions = run(
         cuda_load.build_cuda_executor(config, CONFIG, make_weights(), MAX_LEN, use_graphs=False)
     )  # fmt: skip
     pool = KvPool(np, BlockShape(CONFIG.num_layers, 2, BLOCK, 16, torch.float32), num_blocks)
     model = Decoder(CONFIG, make_weights(), kernels.for_device(CPU), CPU, torch.float32)
-    limits = EngineLimits(VOCAB, MAX_LEN, num_blocks, BLOCK, SLOTS, BUDGET)
+    limits = EngineLimits(VOCAB, MAX_LEN, num_blocks, BLOCK, SLOTS, BUDGET, scores_prompts=True)
     sampler = Sampler(SLOTS, VOCAB, CPU)
-    expected, _ = run(ModelExecutor(model, pool, sampler, limits, MemoryBill(0, 0, num_blocks, num_blocks * BLOCK)))
+    expected, expected_measured, _ = run(
+        ModelExecutor(model, pool, sampler, limits, MemoryBill(0, 0, num_blocks, num_blocks * BLOCK))
+    )
     assert found == expected, f"{found}\n{expected}"
+    compare_measured(measured, expected_measured)
     print(f"{preemptions} preemptions, {sum(map(len, found.values()))} outputs")
 
 

@@ -55,6 +55,9 @@ def test_requests_that_cannot_be_computed_end_alone_and_leave_nothing_behind() -
         (SamplingSpec(temperature=0.5), False),
         (SamplingSpec(frequency_penalty=0.1), False),
         (SamplingSpec(bad_words=((3,),)), False),
+        (SamplingSpec(logit_bias=((3, 1.0),)), False),
+        (SamplingSpec(allowed_token_ids=(3,)), False),
+        (SamplingSpec(num_logprobs=2), True),
     ],
 )
 def test_plain_rows_take_the_largest_logit(spec: SamplingSpec, expected: bool) -> None:

@@ -59,6 +59,9 @@ SPECS = [
     EDITED,
     replace(EDITED, temperature=0.8, top_p=0.9),
     replace(EDITED, temperature=1.0, top_k=30, presence_penalty=0.0, frequency_penalty=0.0),
+    replace(EDITED, logit_bias=((4, 60.0), (299, -100.0)), bad_words=((4, 9),)),
+    replace(DRAWN, logit_bias=tuple((token_id, token_id / 100 - 1) for token_id in range(0, 300, 7)), top_k=9),
+    replace(DRAWN, allowed_token_ids=(0, 31, 32, 63, 100, 299), logit_bias=((32, 5.0), (40, 90.0)), bad_words=((0,),)),
     SamplingSpec(bad_words=((4, 5, 7), (8,), (9, 7), (1, 2, 3, 4, 5)), stop_token_ids=(3, 299), min_new_tokens=40),
 ]
 

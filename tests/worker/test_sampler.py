@@ -77,6 +77,12 @@ def reference_scores(logits: Tensor, spec: SamplingSpec, history: list[int], num
         scores = RepetitionPenaltyLogitsProcessor(spec.repetition_penalty)(ids, scores)
     for token_id, count in Counter(history[num_prompt_tokens:]).items():
         scores[0, token_id] -= spec.frequency_penalty * count + spec.presence_penalty
+    for token_id, bias in spec.logit_bias:
+        scores[0, token_id] += bias
+    if spec.allowed_token_ids:
+        is_allowed = torch.zeros(scores.shape[1], dtype=torch.bool)
+        is_allowed[list(spec.allowed_token_ids)] = True
+        scores[0, ~is_allowed] = -INF
     for word in spec.bad_words:
         prefix = list(word[:-1])
         if len(prefix) <= len(history) and history[len(history) - len(prefix) :] == prefix:
@@ -209,6 +215,9 @@ OPTIONS = {
     "encouraged repetition": SamplingSpec(repetition_penalty=0.4),
     "presence": SamplingSpec(presence_penalty=2.5),
     "frequency": SamplingSpec(frequency_penalty=1.5),
+    "biases": SamplingSpec(logit_bias=((5, 2.5), (3, -100.0), (299, 4.0))),
+    "drawn with biases": replace(DRAWN, top_p=0.9, logit_bias=tuple((i, 1.5) for i in range(40)), presence_penalty=1.0),
+    "allowed tokens": replace(DRAWN, top_k=5, allowed_token_ids=(0, 3, 9, 31, 64, 250), logit_bias=((9, 2.0),)),
     "all penalties": replace(
         DRAWN, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.4, top_p=0.9, temperature=0.8
     ),
@@ -340,6 +349,8 @@ def specs() -> st.SearchStrategy[SamplingSpec]:
         min_new_tokens=st.integers(0, 6),
         stop_token_ids=st.lists(token_id, max_size=3).map(tuple),
         bad_words=st.lists(st.lists(token_id, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+        logit_bias=st.dictionaries(token_id, st.floats(-9, 9, width=16), max_size=3).map(lambda d: tuple(d.items())),
+        allowed_token_ids=st.just(()) | st.just(tuple(range(0, 150, 2))),
     )
 
 

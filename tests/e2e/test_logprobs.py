@@ -110,7 +110,9 @@ def test_prompt_and_output_tokens_equal_transformers(served: Served) -> None:
             expected = served.expected(prompt) if length > 1 else []
             for token_id, row, shown in zip(prompt[1:], expected, choice["prompt_logprobs"][1:], strict=True):
                 assert abs(shown[str(token_id)]["logprob"] - row[token_id]) < TOLERANCE
-                assert shown[str(token_id)]["rank"] == 1 + int((row > row[token_id]).sum())
+                # Where many tokens are nearly as probable, rounding decides.
+                lowest, highest = (1 + int((row > row[token_id] + slack).sum()) for slack in (TOLERANCE, -TOLERANCE))
+                assert lowest <= shown[str(token_id)]["rank"] <= highest
 
 
 def test_a_prompt_alone_is_scored(served: Served) -> None:

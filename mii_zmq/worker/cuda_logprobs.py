@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mii_zmq.worker.cuda_batch import NUM_SAMPLES, PackedLayout, ScoredChunk
+from mii_zmq.worker.cuda_batch import NUM_SAMPLES, PackedLayout, ScoredChunk, decode_buckets, row_bucket
 from mii_zmq.worker.models.cuda_buffers import DeviceState
 from mii_zmq.worker.models.cuda_decoder import CudaDecoder
 from mii_zmq.worker.plan import TokenLogprobs
@@ -62,6 +62,7 @@ class CudaLogprobs:
         self.slots = LogprobSlots()
         self._decoder, self._state, self._layout = decoder, state, layout
         self._rows_per_head = min(layout.max_rows, layout.token_budget)
+        self._buckets = decode_buckets(self._rows_per_head)
 
     def of_drawn(self, sample_slots: list[int], drawn: Tensor) -> PendingLogprobs | None:
         """Of the tokens `drawn` from the decoder's last logits, for those of the slots that want them."""
@@ -93,7 +94,9 @@ class CudaLogprobs:
             num_rows = indices.shape[1]
             listed[:num_rows].copy_(indices[0])
             count.fill_(num_rows)
-            parts.append(measure(self._decoder.head(num_rows), histories[indices[1]], max(widths)))
+            # Padded, so that the head runs in the shapes that it has been compiled for.
+            logits = self._decoder.head(row_bucket(num_rows, self._buckets))[:num_rows]
+            parts.append(measure(logits, histories[indices[1]], max(widths)))
         count.copy_(saved[0])
         listed.copy_(saved[1])
         return PendingScores(_to_host(torch.cat(parts)), chunks, widths)

@@ -163,6 +163,24 @@ def test_chats_show_tokens_and_their_bytes(served: Served) -> None:
     assert [entry["bytes"] for entry in streamed] == [entry["bytes"] for entry in content]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_the_official_package_reads_them(served: Served) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=served.stack.url + "/v1", api_key="unused", max_retries=0) as client:
+        messages = [{"role": "user", "content": "The lazy dog"}]
+        chat = client.chat.completions.create(
+            model="m", messages=messages, max_tokens=4, logprobs=True, top_logprobs=2, logit_bias={"80": 100}
+        )
+        (choice,) = chat.choices
+        assert [entry.top_logprobs[1].logprob <= entry.top_logprobs[0].logprob for entry in choice.logprobs.content]
+        assert len({entry.token for entry in choice.logprobs.content}) == 1
+        whole = client.completions.create(model="m", prompt="The lazy", max_tokens=3, logprobs=2, echo=True, seed=1)
+        logprobs = whole.choices[0].logprobs
+        assert len(logprobs.tokens) == whole.usage.total_tokens
+        assert logprobs.token_logprobs[0] is None
+        assert whole.choices[0].text.startswith("The lazy")
+
+
 def test_tokens_behind_a_stop_string_have_no_entry(served: Served) -> None:
     prompt = served.prompt(9)
     asked = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 0, **NAMED, "ignore_eos": False}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,10 +71,11 @@ def _engine(name: str, limit_s: float, *arguments: str) -> Check:
     return Check(name, command, limit_s, (*command, "--dry-run", "--repeat", "1"))
 
 
-def _gpu_tests() -> list[str]:
+def marked_tests(mark: str) -> list[str]:
     """The files with such tests, so that the others' needs do not matter."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in files if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
+    pattern = re.compile(rf"pytest\.mark\.{mark}\b")
+    return [str(path.relative_to(ROOT)) for path in files if pattern.search(path.read_text(encoding="utf-8"))]
 
 
 CHECKS = (
@@ -86,7 +88,7 @@ CHECKS = (
         "verify_families", ("scripts/verify_families.py",), 300,
         ("scripts/verify_families.py", "--interpret", "--only", "llama", "gemma2", "mixtral"),
     ),
-    Check("tests", (*PYTEST, "-m", "gpu", "-q", *_gpu_tests()), 120),
+    Check("tests", (*PYTEST, "-m", "gpu", "-q", *marked_tests("gpu")), 120),
     _kernels("attention", 120),
     _kernels("linear", 120),
     _kernels("small", 90),
@@ -191,9 +193,9 @@ def run_all(checks: list[Check], folder: Path, seconds: float, dry_run: bool = F
     return outcomes
 
 
-def parse_arguments() -> argparse.Namespace:
-    names = [check.name for check in CHECKS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(checks: tuple[Check, ...], description: str | None) -> argparse.Namespace:
+    names = [check.name for check in checks]
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="time for all of them together")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), metavar="FOLDER")
@@ -201,11 +203,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(checks: tuple[Check, ...] = CHECKS, description: str | None = __doc__) -> int:
+    args = parse_arguments(checks, description)
     folder = Path(args.out or tempfile.mkdtemp(prefix="gpu-checks-"))
-    checks = [check for check in CHECKS if check.name in args.only]
-    outcomes = run_all(checks, folder, 60 * args.minutes, args.dry_run)
+    chosen = [check for check in checks if check.name in args.only]
+    outcomes = run_all(chosen, folder, 60 * args.minutes, args.dry_run)
     print(f"\n{summary(outcomes)}\n\nall output: {folder}/log.txt", flush=True)
     return 0 if all(outcome.status.startswith("ok") for outcome in outcomes) else 1
 

@@ -33,6 +33,7 @@ from mii_zmq.worker.cuda_executor import CudaExecutor
 from mii_zmq.worker.cuda_load import build_cuda_executor
 from mii_zmq.worker.models.hf_config import load_model_config
 from mii_zmq.worker.models.weights import load_weights
+from mii_zmq.worker.parallel import Collectives, RankInfo
 from mii_zmq.worker.plan import NewSequence, SamplingSpec, SequenceRequest, StepPlan, StepRow
 
 MAX_LEN = 1024
@@ -132,12 +133,24 @@ def load_reference(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model.to(DEVICE)  # type: ignore[no-any-return]
 
 
-def make_executor(directory: Path, use_graphs: bool = True, max_len: int = MAX_LEN, **fields: Any) -> CudaExecutor:
+def make_executor(
+    directory: Path,
+    use_graphs: bool = True,
+    max_len: int = MAX_LEN,
+    *,
+    device: torch.device = DEVICE,
+    rank: RankInfo | None = None,
+    collectives: Collectives | None = None,
+    **fields: Any,
+) -> CudaExecutor:
+    """`device`, `rank` and `collectives` belong to one of several ranks."""
     settings = {"token_budget": 4096, "max_sequences": 64, "kv_cache_gb": 2.0, **fields}
     config = EngineConfig(model=str(directory), **settings)
     model_config = load_model_config(directory)
-    weights = load_weights(directory, model_config, DTYPE, DEVICE)
-    return build_cuda_executor(config, model_config, weights, max_len, use_graphs=use_graphs)
+    weights = load_weights(directory, model_config, DTYPE, device, rank)
+    return build_cuda_executor(
+        config, model_config, weights, max_len, use_graphs=use_graphs, rank=rank, collectives=collectives
+    )
 
 
 def check_family(name: str, directory: Path) -> bool:

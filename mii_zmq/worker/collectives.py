@@ -112,7 +112,8 @@ def open_collectives(
 
     with _environment(_NCCL_ENVIRONMENT):
         group = _open_nccl(store, rank, device)
-        return over_peer_memory(TorchCollectives(group, rank, device, in_rank_order=config.deterministic), rank, device)
+        collectives = TorchCollectives(group, rank, device, in_rank_order=config.deterministic)
+        return over_peer_memory(collectives, rank, device) if config.peer_memory else collectives
 
 
 class TorchCollectives:
@@ -213,7 +214,8 @@ def _open_nccl(store: dist.Store, rank: RankInfo, device: torch.device) -> dist.
     torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl", store=store, rank=rank.rank, world_size=rank.world_size, device_id=device,
-        timeout=timedelta(seconds=OPEN_TIMEOUT_S),
+        # The store limits the joining; torch ends exchanges that take longer than this, also while loading.
+        timeout=timedelta(seconds=LOAD_TIMEOUT_S),
     )  # fmt: skip
     group = dist.group.WORLD
     assert group is not None

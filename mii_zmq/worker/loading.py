@@ -26,6 +26,7 @@ from mii_zmq.worker.models.decoder import Decoder
 from mii_zmq.worker.models.demo_model import resolve_model
 from mii_zmq.worker.models.hf_config import has_spec, load_model_config
 from mii_zmq.worker.models.model_facts import ModelFacts
+from mii_zmq.worker.models.random_weights import random_weights, shape_config
 from mii_zmq.worker.models.shard import Shard
 from mii_zmq.worker.models.weights import load_weights
 from mii_zmq.worker.parallel import Collectives, RankInfo
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 GIB = 2**30
+RANDOM = "random:"
+"""Of a model's name: random weights of the shape that follows."""
 CPU_KV_BYTES = 4 * 10**9
 CPU_TOKEN_BUDGET = 512
 GPU_TOKEN_BUDGET = 2048
@@ -64,6 +67,8 @@ def load_executor(
 ) -> LoadedExecutor:
     """Load this rank's part of the model that `config` names and size everything around it.
 
+    A model called `random:SHAPE` has a published shape (`random_weights.SHAPES`) and random weights: for measurements.
+
     Raises:
         StartupError: the checkpoint, a setting or the memory does not allow it; the message is for the operator.
     """
@@ -75,17 +80,22 @@ def load_executor(
     if device.type == "cuda":
         # Kernels go to the thread's current device.
         torch.cuda.set_device(device)
-    directory = Path(resolve_model(config.model, lambda text: say(text, 0.0)))
-    if not has_spec(directory):
+    shape = config.model.removeprefix(RANDOM) if config.model.startswith(RANDOM) else None
+    directory = Path(shape or resolve_model(config.model, lambda text: say(text, 0.0)))
+    if shape is None and not has_spec(directory):
         loaded = _load_fallback(config, directory, device, say, rank)
         return _make_executor(config, directory, loaded, device, num_threads, say, rank, None)
-    model_config = load_model_config(directory)
+    model_config = load_model_config(directory) if shape is None else shape_config(shape)
     facts = ModelFacts.of(model_config)
     dtype = _dtype(config, facts, device)
     has_kernels = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     _check_deterministic(config, has_kernels, dtype, device)
     max_model_len = _max_model_len(config, facts)
-    weights = load_weights(directory, model_config, dtype, device, rank, progress)
+    shard = Shard.of(model_config, rank)
+    if shape is None:
+        weights = load_weights(directory, model_config, dtype, device, rank, progress)
+    else:
+        weights = random_weights(model_config, dtype, device, shard=shard)
     if has_kernels:
         # Triton and CuPy are there only where a GPU is.
         from mii_zmq.worker.cuda_load import build_cuda_executor
@@ -94,7 +104,6 @@ def load_executor(
             config, model_config, weights, max_model_len, say, rank=rank, collectives=collectives
         )
     say("preparing weights", 0.0)
-    shard = Shard.of(model_config, rank)
     decoder = Decoder(model_config, weights, kernels.for_device(device), device, dtype, shard, collectives)
     loaded = _Loaded(
         decoder, facts, dtype, decoder.weight_bytes, shard.num_kv_heads, model_config.rope_border,

@@ -18,11 +18,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CASES = Path(__file__).with_name("all_reduce_cases.py")
 
 
+def run(*arguments: str, **environment: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(CASES.parents[2]), "OMP_NUM_THREADS": "1", **environment}
+    subprocess.run([sys.executable, str(CASES), *arguments], env=environment, check=True)
+
+
 def test_arithmetic() -> None:
-    environment = {**os.environ, **INTERPRETED, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(CASES)], env=environment, check=True)
+    run(**INTERPRETED)
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
 def test_compiles(capability: int) -> None:
-    subprocess.run([sys.executable, str(CASES), "compile", str(capability)], check=True)
+    run("compile", str(capability))

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mii_zmq.config import EngineConfig
 from mii_zmq.errors import ConfigError
+from mii_zmq.worker.loading import load_executor
 from mii_zmq.worker.models.hf_config import load_model_config
 from mii_zmq.worker.models.random_weights import SHAPES, random_weights, shape_config
 from mii_zmq.worker.models.shard import Shard
@@ -78,3 +80,13 @@ def test_an_unknown_shape() -> None:
     with pytest.raises(ConfigError, match="9B.*known: 0.6B"):
         shape_config("9B")
     assert "tiny" in SHAPES
+
+
+def test_a_shape_is_loaded_by_its_name() -> None:
+    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_blocks": 2, "num_threads": 1}
+    executor = load_executor(EngineConfig(model="random:tiny", **settings))
+    assert executor.limits.vocab_size == SHAPES["tiny"].vocab_size
+    assert executor.limits.max_model_len == 64
+    executor.close()
+    with pytest.raises(ConfigError, match="no shape is called 'giant'"):
+        load_executor(EngineConfig(model="random:giant", **settings))

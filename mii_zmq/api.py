@@ -9,10 +9,11 @@ from many threads at once, and from inside a running event loop.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mii_zmq.errors import ServiceError
+from mii_zmq.errors import ConfigError, ServiceError
 from mii_zmq.launcher import start_detached
 from mii_zmq.mii_client import (
     AsyncMIIClient,
@@ -107,7 +108,14 @@ def async_client(model_or_deployment_name: str) -> AsyncMIIClient:
 
 
 def find_deployment(name: str) -> DeploymentRecord:
-    """The record of a ready deployment, by its name or by its model's. Raises DeploymentNotFoundError."""
+    """The record of a ready deployment, by its name or by its model's.
+
+    Raises:
+        ConfigError: that is no name.
+        DeploymentNotFoundError: no deployment of this host bears it.
+    """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"a deployment's name is a string, not {name!r:.60}")
     registry = Registry()
     record = registry.find(name) or registry.find(default_deployment_name(name))
     if record is None:
@@ -128,10 +136,13 @@ class Pipeline:
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine: LocalEngine | None = engine
+        self._pid = os.getpid()
         self.tokenizer = engine.tokenizer
 
     @property
     def inference_engine(self) -> LocalEngine:
+        if os.getpid() != self._pid:
+            raise PipelineDestroyedError("this pipeline stayed behind when the process forked; make one in the child")
         if self._engine is None:
             raise PipelineDestroyedError("this pipeline was destroyed; make a new one")
         return self._engine

@@ -8,6 +8,7 @@ and nothing is raised. Times are taken when bytes arrive, before they are unders
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -89,6 +90,7 @@ class BenchClient:
             ServiceError: it lists none within `patience_s` seconds; says why the last attempt failed.
         """
         deadline = time.monotonic() + patience_s
+        is_told = False
         while True:
             try:
                 async with asyncio.timeout(max(1.0, deadline - time.monotonic())):
@@ -102,6 +104,9 @@ class BenchClient:
                 reason = str(error) or type(error).__name__
             if time.monotonic() + POLL_S >= deadline:
                 raise ServiceError(f"no model is served at {self._base} ({reason}); start a server or name its --url")
+            if not is_told:
+                is_told = True
+                print(f"waiting up to {patience_s:g} s for {self._base} ({reason})", file=sys.stderr, flush=True)
             await asyncio.sleep(POLL_S)
 
     async def _first_model(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -167,6 +168,7 @@ class BackgroundLoop:
         self._loop = asyncio.new_event_loop()
         self._submitting = threading.Lock()
         self._is_closed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -174,7 +176,7 @@ class BackgroundLoop:
         """Run a coroutine there and wait for its result; KeyboardInterrupt cancels it.
 
         Raises:
-            ServiceError: the loop was closed, before or while the coroutine ran.
+            ServiceError: the loop was closed, before or while the coroutine ran, or is a parent process's.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -183,6 +185,9 @@ class BackgroundLoop:
             if self._is_closed:
                 coroutine.close()
                 raise ServiceError(_CLOSED)
+            if os.getpid() != self._pid:
+                coroutine.close()
+                raise ServiceError("this client stayed behind when the process forked; make a new one in the child")
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)

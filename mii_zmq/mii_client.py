@@ -132,8 +132,8 @@ class MIIClient:
     def terminate_server(self, timeout_s: float = END_TIMEOUT_S) -> None:
         """End the deployment with all its processes and wait until they are gone.
 
-        Running requests get up to `timeout_s` to finish. Works from any process of this host and user; harmless when
-        the deployment has ended already.
+        Running requests of other clients get up to `timeout_s` to finish, this one's are cancelled. Works from any
+        process of this host and user; harmless when the deployment has ended already.
         """
         self.close()
         end_deployment(self._record, timeout_s)

@@ -237,7 +237,7 @@ def _check_lengths(params: SamplingParams) -> None:
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     if not condition:
-        shown = str(value)
+        shown = repr(value) if isinstance(value, str) else str(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         raise InvalidRequest(f"{name} is {shown}, allowed: {allowed}", param=name)
 

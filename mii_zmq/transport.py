@@ -15,6 +15,7 @@ import contextlib
 import os
 import secrets
 import socket as stdlib_socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +30,8 @@ MAX_IPC_PATH = 100
 """A Unix socket path must fit sun_path (108 bytes)."""
 _MESSAGES_PER_TURN = 256
 """Messages read before other callbacks of the event loop get their turn."""
+_TURN_S = 0.02
+"""The same in time: where handling a message is slow, timers and other sockets do not wait for hundreds of them."""
 
 Frames = Sequence[bytes]
 
@@ -145,6 +148,7 @@ class AsyncSocket:
         self._drain()
 
     def _drain(self) -> None:
+        end = time.monotonic() + _TURN_S
         for _ in range(_MESSAGES_PER_TURN):
             # Asking also lets libzmq notice the end of a connection here, between two messages. Left to itself it looks
             # once per 100 frames received, and where that meets the middle of a message on a DEALER with IMMEDIATE, it
@@ -165,6 +169,8 @@ class AsyncSocket:
                 except BaseException:
                     self._schedule()
                     raise
+            if time.monotonic() > end:
+                break
         self._schedule()
 
 

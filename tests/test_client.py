@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -469,6 +471,25 @@ async def test_status(broker: ScriptedBroker, client: AsyncClient) -> None:
     peer, message = await broker.next(Verb.STATUS)
     broker.send(peer, protocol.encode(Verb.STATUS, message.request_id, body={"uptime_s": 1}))
     assert await asked == {"uptime_s": 1}
+
+
+def test_background_loop_of_a_parent_process_says_so() -> None:
+    script = """
+import os
+from mii_zmq.client import BackgroundLoop
+async def one(): return 1
+loop = BackgroundLoop()
+assert loop.run(one()) == 1
+if os.fork() == 0:
+    try:
+        loop.run(one())
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+    said = subprocess.check_output([sys.executable, "-W", "ignore", "-c", script], text=True)
+    assert said.startswith("ServiceError this client stayed behind")
 
 
 def test_background_loop_serves_many_threads() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,36 @@ async def test_messages_of_peers_with_ids_of_their_own_are_dropped(context: Any)
     for socket in (client, server):
         socket.close(linger_ms=0)
     stranger.close(linger=0)
+
+
+async def test_slow_messages_leave_turns_to_others(context: Any) -> None:
+    router, endpoint = transport.bind_router(context, "tcp://127.0.0.1:0")
+    handled: list[bytes] = []
+    done = asyncio.Event()
+    handled_at_turn: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    def on_message(frames: list[bytes]) -> None:
+        if not handled:
+            loop.call_later(0, lambda: handled_at_turn.append(len(handled)))
+        handled.append(frames[1])
+        end = time.monotonic() + 0.005
+        while time.monotonic() < end:
+            pass
+        if len(handled) == 200:
+            done.set()
+
+    client = AsyncSocket(transport.connect_dealer(context, endpoint), lambda frames: None)
+    await send(client, [b"0"])
+    for index in range(1, 200):
+        client.send([str(index).encode()])
+    server = AsyncSocket(router, on_message)
+    async with asyncio.timeout(TIMEOUT_S):
+        await done.wait()
+    assert handled == [str(index).encode() for index in range(200)]
+    assert handled_at_turn[0] < 200
+    for socket in (client, server):
+        socket.close(linger_ms=0)
 
 
 async def test_callback_that_raises_does_not_stop_the_socket(context: Any) -> None:

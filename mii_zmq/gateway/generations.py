@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mii_zmq.config import check_deployment_name
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MAX_GENERATIONS = 1024
 """Prompts times choices of one HTTP request."""
+MAX_LOGPROB_BYTES = 4 * 2**20
+"""Records of one HTTP request; as JSON they are about ten times as long."""
+SMALL_LOGPROB_BYTES = 2**15
 
 
 def check_count(num_prompts: int, num_choices: int, param: str) -> None:
@@ -67,16 +70,41 @@ def submitted(
             generation.cancel()
 
 
+class LogprobBudget:
+    """What the log-probabilities of one HTTP request may come to, over all its prompts and choices."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def spend(self, num_bytes: int) -> None:
+        """Raises InvalidRequest when that is too much."""
+        self.num_bytes += num_bytes
+        if self.num_bytes > MAX_LOGPROB_BYTES:
+            raise InvalidRequest(
+                f"the log-probabilities of this request exceed {MAX_LOGPROB_BYTES} bytes; send fewer or shorter "
+                "prompts, fewer choices, or ask for fewer tokens beside each",
+                param="logprobs",
+            )
+
+
 async def collect(
     generations: Sequence[Generation], metrics: Metrics, deployment: str, clock: StreamClock
 ) -> list[Completion]:
     """All results in order; the first error of any of them is raised."""
     clock.deployment = deployment
-    results = await asyncio.gather(*(generation.result() for generation in generations))
+    budget = LogprobBudget()
+    results = await asyncio.gather(*(_result(generation, budget) for generation in generations))
     for result in results:
         metrics.count_tokens(deployment, result.prompt_length, result.num_cached_tokens, result.generated_length)
     clock.on_end()
     return results
+
+
+async def build(make: Callable[[], bytes], results: Sequence[Completion]) -> bytes:
+    """An answer's body; where it is long work, in a thread, so that others' streams go on."""
+    if sum(len(result.logprobs) for result in results) < SMALL_LOGPROB_BYTES:
+        return make()
+    return await asyncio.to_thread(make)
 
 
 async def batches(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Sequence[TokenDelta]], None]:
@@ -105,6 +133,12 @@ async def batches(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _result(generation: Generation, budget: LogprobBudget) -> Completion:
+    result = await generation.result()
+    budget.spend(len(result.logprobs))
+    return result
 
 
 async def _pump(

@@ -2,7 +2,8 @@
 """Log-probability records in the doors' words: OpenAI's chat form, its older completions form, vLLM's of prompts.
 
 Pure. A token that is not whole characters is shown with U+FFFD in chats, where its bytes stand beside it, and as
-`bytes:\\xe2\\x80` in completions, where it is a key. Text offsets count the characters of the choice's text.
+`bytes:\\xe2\\x80` in completions, where it is a key. Text offsets count the characters that tokens stand for, also of
+special tokens that the text leaves out.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from mii_zmq.client import fan_out
 from mii_zmq.errors import InvalidRequest, MiiError
-from mii_zmq.gateway.generations import check_count, collect, submitted
+from mii_zmq.gateway.generations import build, check_count, collect, submitted
 from mii_zmq.gateway.http_errors import JSON
 from mii_zmq.gateway.logprob_bodies import LogprobView
 from mii_zmq.gateway.metrics import StreamClock
@@ -78,7 +78,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if asked.stream:
             return await respond(request, deployment, generations, MiiEvents(asked.logprobs), clock)
         results = await collect(generations, gateway.metrics, deployment, clock)
-        return web.Response(body=response_body(results, asked.logprobs), content_type=JSON)
+        body = await build(lambda: response_body(results, asked.logprobs), results)
+        return web.Response(body=body, content_type=JSON)
 
 
 def parse(fields: Fields) -> MiiRequest:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from mii_zmq.errors import BrokerUnavailable, MiiError
 from mii_zmq.gateway.core_request import CoreRequest
-from mii_zmq.gateway.generations import collect, submitted
+from mii_zmq.gateway.generations import build, collect, submitted
 from mii_zmq.gateway.http_errors import JSON
 from mii_zmq.gateway.metrics import StreamClock
 from mii_zmq.gateway.middlewares import route_of
@@ -58,7 +58,8 @@ async def serve(
             if asked.stream:
                 return await respond(request, asked.model, generations, answer, clock, asked.headers)
             results = await collect(generations, gateway.metrics, asked.model, clock)
-            return web.Response(body=answer.body(results), content_type=JSON, headers=asked.headers)
+            body = await build(lambda: answer.body(results), results)
+            return web.Response(body=body, content_type=JSON, headers=asked.headers)
     except MiiError as error:
         raise asked.rename(error) from None
 

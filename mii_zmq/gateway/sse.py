@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from mii_zmq.errors import InternalError, MiiError
-from mii_zmq.gateway.generations import batches
+from mii_zmq.gateway.generations import LogprobBudget, batches
 from mii_zmq.gateway.metrics import StreamClock
 from mii_zmq.gateway.state import GATEWAY
 
@@ -143,6 +143,7 @@ async def _send_deltas(
     stream: EventStream, generations: Sequence[Generation], events: EventFormat, clock: StreamClock
 ) -> list[FinalBody]:
     has_begun = [False] * len(generations)
+    budget = LogprobBudget()
     async with contextlib.aclosing(batches(generations)) as arrivals:
         async for index, deltas in arrivals:
             parts = []
@@ -152,6 +153,7 @@ async def _send_deltas(
             num_tokens = 0
             for delta in deltas:
                 num_tokens += len(delta.token_ids) // 4
+                budget.spend(len(delta.logprobs))
                 if delta.text or delta.logprobs:
                     parts.append(events.delta(index, encode(delta.text.decode()), delta.logprobs))
             if deltas:

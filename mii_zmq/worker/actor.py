@@ -262,6 +262,8 @@ class Actor:
 
     def _prepare(self, request: ActiveRequest, message: Message, header: GenerateHeader) -> None:
         """In a tokenizer thread."""
+        if self._by_id.get((request.link, request.request_id)) is not request:
+            return  # cancelled while it waited for this thread
         reason: str | None = None
         outcome: PreparedSequence | TextAnswer | MiiError
         try:

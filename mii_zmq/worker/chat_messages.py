@@ -62,7 +62,7 @@ def check_variables(variables: Any, reserved: Collection[str]) -> dict[str, Any]
     if len(variables) > MAX_VARIABLES:
         raise _refused(where, f"holds {len(variables)} variables, allowed: at most {MAX_VARIABLES}")
     for name, value in variables.items():
-        if not _VARIABLE.fullmatch(str(name)) or name in RESERVED_VARIABLES or name in reserved:
+        if not _VARIABLE.fullmatch(str(name)) or name == "self" or name in RESERVED_VARIABLES or name in reserved:
             raise _refused(where, f"holds {str(name)[:64]!r}, which a request cannot set")
         if isinstance(value, str) and len(value) <= MAX_VARIABLE_CHARS:
             check_text(value, f"{where}.{name}")

@@ -94,6 +94,17 @@ def tool_format_of(tokenizer: TextTokenizer) -> str | None:
     return next((tool_format for mark, tool_format in _TOOL_MARKS if mark in source), None)
 
 
+def template_problem(tokenizer: TextTokenizer) -> str | None:
+    """What is wrong with the checkpoint's templates, for the operator's log; chats are refused, prompts work."""
+    for source in (tokenizer.chat_template, tokenizer.tool_chat_template):
+        try:
+            if source is not None:
+                _compile(source)
+        except jinja2.TemplateSyntaxError as error:
+            return f"the model's chat template is malformed: {error.message}"
+    return None
+
+
 def _render(source: str, **variables: Any) -> str:
     pieces, num_chars = [], 0
     try:

@@ -27,7 +27,7 @@ from mii_zmq.protocol import Ready
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.worker.actor import Actor
 from mii_zmq.worker.broker_link import BrokerLink
-from mii_zmq.worker.chat_template import tool_format_of
+from mii_zmq.worker.chat_template import template_problem, tool_format_of
 from mii_zmq.worker.engine_channel import EngineReady, FromEngine, ModelResolved, Progress, StepReport
 from mii_zmq.worker.engine_handle import EngineHandle
 from mii_zmq.worker.intake import Intake
@@ -107,6 +107,8 @@ class WorkerGroup:
 
     def _make_actor(self, engine: EngineHandle, ready: EngineReady, tokenizer: TextTokenizer) -> Actor:
         limits = ready.limits
+        if (problem := template_problem(tokenizer)) is not None:
+            log.warning("%s; chats will be refused, prompts work", problem)
         registration = Ready(
             group=self._name,
             incarnation=self._incarnation,

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from mii_zmq.errors import InvalidRequest
+from mii_zmq.gateway.generations import MAX_LOGPROB_BYTES
 from mii_zmq.gateway.logprob_bodies import LogprobView
 from mii_zmq.gateway.openai_schemas import parse_chat, parse_completion
 from mii_zmq.logprobs import Entry, Record, encode_records
@@ -168,3 +169,22 @@ async def test_streams_and_whole_answers_show_the_same(
     else:
         for name, values in expected.items():
             assert values is None or [*parts[0][name], *parts[1][name]] == values
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_than_an_answer_holds_is_refused(
+    http: aiohttp.ClientSession, broker: FakeClient, stream: bool
+) -> None:
+    many = encode_records(OUTPUT) * (MAX_LOGPROB_BYTES // (2 * len(encode_records(OUTPUT))) + 1)
+
+    def answer(generation: FakeGeneration) -> None:
+        generation.push("a", logprobs=many)
+        generation.finish("length")
+
+    broker.answer = answer
+    asked = {"model": "fake", "prompt": "a", "logprobs": 1, "n": 2, "stream": stream}
+    async with http.post("/v1/completions", json=asked) as response:
+        text = await response.text()
+        assert response.status == (200 if stream else 400)
+    assert "log-probabilities of this request exceed" in text
+    assert all(sent.final or sent.is_cancelled.is_set() for sent in broker.sent)

@@ -8,7 +8,13 @@ import pytest
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.tokenizer import FakeTokenizer
 from mii_zmq.worker.chat_messages import check_messages
-from mii_zmq.worker.chat_template import MAX_RENDERED_CHARS, open_reasoning, render_chat, tool_format_of
+from mii_zmq.worker.chat_template import (
+    MAX_RENDERED_CHARS,
+    open_reasoning,
+    render_chat,
+    template_problem,
+    tool_format_of,
+)
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHATML = (
@@ -26,6 +32,16 @@ def with_template(template: str | None, **special_tokens: str) -> FakeTokenizer:
 
 def render(template: str | None, messages: Any = HELLO, **special_tokens: str) -> str:
     return render_chat(with_template(template, **special_tokens), messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"), [("{% for x in %}", "malformed"), ("{{ messages }}", None), (None, None)]
+)
+def test_a_malformed_template_is_noticed_at_the_start(template: str | None, problem: str | None) -> None:
+    tokenizer = FakeTokenizer()
+    tokenizer.chat_template = template
+    found = template_problem(tokenizer)
+    assert (problem in found) if found is not None and problem is not None else found is problem
 
 
 def test_chatml() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from mii_zmq.errors import InvalidRequest
+from mii_zmq.errors import InvalidRequest, PromptTooLong
 from mii_zmq.protocol import GenerateHeader, Verb, decode, encode
 from mii_zmq.tokenizer import FakeTokenizer
 from mii_zmq.worker.active_request import ActiveRequest
 from mii_zmq.worker.engine_channel import ids_to_bytes
 from mii_zmq.worker.intake import Intake
 from mii_zmq.worker.plan import EngineLimits
-from mii_zmq.worker.text_tasks import TextAnswer
+from mii_zmq.worker.text_tasks import MAX_TEXT, TextAnswer
 
 LIMITS = EngineLimits(257, max_model_len=8, num_blocks=1, block_size=16, max_sequences=8, token_budget=64)
 
@@ -53,6 +53,20 @@ def test_ids() -> None:
 def test_refused(body: dict[str, Any], stream: bool, param: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         answer(body, stream=stream)
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"task": "tokenize", "prompt": "a" * (MAX_TEXT + 1)}, "prompt"),
+        ({"task": "detokenize", "prompt_token_ids": [1] * (MAX_TEXT + 1)}, "prompt_token_ids"),
+        ({"task": "tokenize", "messages": [{"role": "user", "content": "a" * (2 * MAX_TEXT)}]}, "messages"),
+    ],
+)
+def test_too_long_is_refused_before_the_work(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(PromptTooLong) as error:
+        answer(body)
     assert error.value.param == param
 
 

@@ -8,7 +8,8 @@ One fake worker group registers with several brokers: half of them keep what the
 (`--no-resume`). In pairs of rounds, the first of which takes turns, streams run through both kinds, undisturbed: with a
 client that grants credit and keeps what it has got, or with one that does neither. CPU time is user and system time of
 all threads of a process, by the kernel's clock of that process. Prints one JSON line per number of streams: for broker,
-client and both together the median microseconds per token, on and off, and the ratios' median and quartiles.
+client, worker group (actor and engine) and the whole path through them the median microseconds per token, on and off,
+and the ratios' median and quartiles.
 """
 
 from __future__ import annotations
@@ -52,15 +53,20 @@ class Way:
 
     mode: str
     broker_pid: int
+    group_pids: Sequence[int]
     client: AsyncClient
 
     async def measure(self, num_streams: int, num_tokens: int) -> Cpu:
         """One round of so many streams at once."""
-        before = process_cpu_s(self.broker_pid), time.process_time()
+        before = self._cpu_s()
         await asyncio.gather(*(self._stream(f"stream {index}", num_tokens) for index in range(num_streams)))
-        broker, client = process_cpu_s(self.broker_pid) - before[0], time.process_time() - before[1]
         scale = 1e6 / (num_streams * num_tokens)
-        return {"broker": scale * broker, "client": scale * client, "both": scale * (broker + client)}
+        spent = {name: scale * (after - before[name]) for name, after in self._cpu_s().items()}
+        return {**spent, "path": sum(spent.values())}
+
+    def _cpu_s(self) -> dict[str, float]:
+        group = sum(process_cpu_s(pid) for pid in self.group_pids)
+        return {"broker": process_cpu_s(self.broker_pid), "client": time.process_time(), "group": group}
 
     async def _stream(self, prompt: str, num_tokens: int) -> None:
         params = {"max_new_tokens": num_tokens, "do_sample": False, "ignore_eos": True}
@@ -107,10 +113,12 @@ def summary(pairs: Sequence[dict[str, Cpu]]) -> dict[str, dict[str, Any]]:
 async def run(fleet: Fleet, options: argparse.Namespace) -> None:
     ways: list[Way] = []
     try:
+        pids = fleet.pids()
+        group_pids = [pid for name, pid in pids.items() if name.startswith("group")]
         for mode, name in zip(PLACES, fleet.brokers, strict=True):
             endpoint = fleet.members[name].facts["client_endpoint"]
             client = AsyncClient([endpoint]) if mode == "on" else AsyncClient([endpoint], credit=0)
-            ways.append(Way(mode, fleet.pids()[name], client))
+            ways.append(Way(mode, pids[name], group_pids, client))
             await client.connect(30)
         for num_streams in options.streams:
             pairs = await measure_pairs(ways, num_streams, options.tokens, options.pairs)

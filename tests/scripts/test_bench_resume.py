@@ -41,4 +41,4 @@ def test_both_ways_are_measured() -> None:
     )  # fmt: skip
     one, three = map(json.loads, done.stdout.splitlines())
     assert (one["streams"], three["streams"]) == (1, 3)
-    assert three["both"]["on_us"] > 0 < three["both"]["off_us"]
+    assert three["path"]["on_us"] > 0 < three["path"]["off_us"]

@@ -35,6 +35,7 @@ from mii_zmq.worker.models.cuda_buffers import Card
 from mii_zmq.worker.models.cuda_invariant_linear import InvariantLinear
 from mii_zmq.worker.models.cuda_linear import (
     SKINNY_TILES,
+    TILED_TOKENS,
     FusedLinear,
     Norm,
     Scratch,
@@ -100,7 +101,7 @@ def fused_case(matrix: Matrix, tokens: int) -> Case:
     for layer in layers if path != "cuBLAS" else []:
         rivals.append(make_linear(FusedLinear, matrix, tokens, layer.weight, layer.norm))
         # Without these, a linear takes cuBLAS with separate kernels around it.
-        rivals[-1]._gemv, rivals[-1]._skinny = None, {}
+        rivals[-1]._gemv, rivals[-1]._skinny, rivals[-1]._tiled = None, {}, None
     return linear_case(path, matrix, tokens, layers, rivals)
 
 
@@ -113,7 +114,10 @@ def chosen_path(matrix: Matrix, tokens: int) -> str:
     if tokens == 1:
         return "gemv"
     tiles = SKINNY_TILES.get((matrix.num_out, matrix.width, matrix.is_gated), {})
-    return "skinny_gemm" if padded_tokens(tokens) in tiles else "cuBLAS"
+    if padded_tokens(tokens) in tiles:
+        return "skinny_gemm"
+    is_tiled = matrix.is_gated and tokens <= TILED_TOKENS.get((matrix.num_out, matrix.width), 0)
+    return "invariant_gemm" if is_tiled else "cuBLAS"
 
 
 @dataclass(frozen=True)

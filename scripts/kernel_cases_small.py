@@ -31,7 +31,8 @@ from torch.nn import functional
 from mii_zmq.kernels.triton.elementwise import embed_kernel, gather_rows_kernel
 from mii_zmq.kernels.triton.updates import TILE as UPDATE_TILE
 from mii_zmq.kernels.triton.updates import UPDATE_WORDS, apply_updates_kernel, copy_blocks_kernel
-from mii_zmq.worker.models.cuda_linear import Norm, launch_options, run_activation
+from mii_zmq.worker.models.cuda_gemm import launch_options
+from mii_zmq.worker.models.cuda_linear import Norm, run_activation
 
 EPS = 1e-5
 

@@ -25,7 +25,8 @@ from mii_zmq.worker.cuda_batch import row_order
 from mii_zmq.worker.cuda_executor import CudaExecutor
 from mii_zmq.worker.cuda_load import build_cuda_executor
 from mii_zmq.worker.models.cuda_buffers import Card
-from mii_zmq.worker.models.cuda_invariant_linear import FEW, MANY, InvariantLinear
+from mii_zmq.worker.models.cuda_gemm import FEW, MANY
+from mii_zmq.worker.models.cuda_invariant_linear import InvariantLinear
 from mii_zmq.worker.models.cuda_linear import Scratch
 from mii_zmq.worker.models.model_weights import DecoderWeights
 from mii_zmq.worker.models.random_weights import SHAPES, random_weights

@@ -20,7 +20,7 @@ from torch import Tensor
 from mii_zmq.kernels.triton import argmax, penalties, sampling, topk_edge, topk_topp
 from mii_zmq.kernels.triton.sampling import RECORD_WORDS
 from mii_zmq.worker.cuda_sampling_slots import SamplingSlots, SamplingVariant
-from mii_zmq.worker.models.cuda_linear import launch_options
+from mii_zmq.worker.models.cuda_gemm import launch_options
 from mii_zmq.worker.plan import SamplingSpec
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -26,7 +27,7 @@ from mii_zmq.kernels.triton import (
 )
 from mii_zmq.worker.models.cuda_attention import chunk_tiles, decode_tiles
 from mii_zmq.worker.models.cuda_buffers import Card
-from mii_zmq.worker.models.cuda_invariant_linear import FEW, MANY
+from mii_zmq.worker.models.cuda_gemm import FEW, MANY
 
 HALF, FLOAT, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 LONGS = ("block_stride", "layer_offset", "v_offset")
@@ -128,11 +129,11 @@ def main(capability: int) -> None:
             HAS_WINDOW=window, USE_TMA=hopper, STAGES=2, **heads, **flags,
         )  # fmt: skip
         assert "fma.rn" not in chunk.asm["ptx"], "loops with and without a mask round alike"
-    for tiles in (FEW, MANY):
+    for tiles, gated in itertools.product((FEW, MANY), (False, True)):
         compile_kernel(
             invariant_gemm.invariant_gemm_kernel, capability, num_warps=tiles.num_warps, TILE_M=tiles.tile_m,
-            TILE_N=tiles.tile_n, TILE_K=tiles.tile_k, GROUP=8, STAGES=tiles.stages, HAS_RESIDUAL=True, USE_TMA=hopper,
-            **linear,
+            TILE_N=tiles.tile_n, TILE_K=tiles.tile_k, GROUP=8, STAGES=tiles.stages_for(gated, hopper), GATED=gated,
+            HAS_RESIDUAL=not gated, USE_TMA=hopper, **linear,
         )  # fmt: skip
     for normed in (False, True):
         compile_kernel(

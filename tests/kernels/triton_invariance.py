@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from mii_zmq.kernels.triton.chunk_attention import chunk_attention_kernel
-from mii_zmq.worker.models.cuda_invariant_linear import FEW, MANY, InvariantLinear, InvariantTiles
-from mii_zmq.worker.models.cuda_linear import Norm, Scratch
+from mii_zmq.worker.models.cuda_gemm import FEW, MANY, GemmTiles, TiledGemm
+from mii_zmq.worker.models.cuda_invariant_linear import InvariantLinear
+from mii_zmq.worker.models.cuda_linear import TILED_TOKENS, FusedLinear, Norm, Scratch
 from tests.interpreter import hasten
 
 
 def case_gemm() -> None:
-    small = (InvariantTiles(16, 16, 16, 1, 4), InvariantTiles(32, 32, 16, 1, 4))
+    small = (GemmTiles(16, 16, 16, 1, 4), GemmTiles(32, 32, 16, 1, 4))
     none = Scratch(*(torch.empty(0),) * 4)
     for num_out, width in ((48, 64), (37, 50), (1, 16)):
         x, weight, bias = torch.randn(70, width), torch.randn(num_out, width), torch.randn(num_out)
@@ -38,6 +39,32 @@ def case_gemm() -> None:
                 out = residual[rows]
                 linear.multiply(x[rows], out, tiles)
                 assert torch.equal(out, whole[rows]), (num_out, width, tiles, rows)
+
+
+def case_gated_gemm() -> None:
+    """Silu of a gate folded in: the same bits for a row in whatever tile, and by the ordinary mode's choice."""
+    small = (GemmTiles(16, 16, 16, 1, 4), GemmTiles(32, 32, 16, 1, 4))
+    for num_out, width in ((48, 64), (37, 50)):
+        x, weight = torch.randn(70, width), torch.randn(2 * num_out, width) * width**-0.5
+        gemm = TiledGemm(weight, None, gated=True, adds_to_out=False, pdl=False)
+        whole = torch.full((70, num_out), float("nan"))
+        gemm.run(x, whole, small[0])
+        gate, up = (x @ weight.t()).chunk(2, dim=1)
+        close(whole, torch.nn.functional.silu(gate) * up)
+        for tiles in small:
+            for rows in ([69], list(range(17, 51))):
+                out = torch.full((len(rows), num_out), float("nan"))
+                gemm.run(x[rows], out, tiles)
+                assert torch.equal(out, whole[rows]), (num_out, width, tiles, rows)
+        TILED_TOKENS[num_out, width] = 40
+        scratch = Scratch(torch.empty(70, width), torch.empty(70, 2 * num_out), torch.empty(0), torch.empty(0))
+        linear = FusedLinear(weight, None, scratch, activation="silu", gated=True)
+        for rows in (40, 41):
+            out = torch.full((rows, num_out), float("nan"))
+            scratch.wide.fill_(float("nan"))
+            linear.run(x[:rows], out)
+            close(out, whole[:rows])
+            assert bool(scratch.wide.isnan().all()) is (rows == 40), "beyond the limit cuBLAS leaves its result there"
 
 
 def case_linear() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers whose rows do not depend on each other, bit for bit, however many there are.
 
-    y = x W^T [+ bias] [+ residual]
+    y = x W^T [+ bias] [+ residual]                  y = silu(x W_gate^T) * (x W_up^T)
 
 One program computes a tile of the output, all of K by itself and from its beginning: no split of K, no choice by shape.
 An output element is then one chain of tensor-core sums, 16 columns of K after the other, over its own row of x and its
@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def invariant_gemm_kernel(
     x_ptr,  # [num_tokens, K]
     token_desc,  # descriptor over x, blocks [TILE_M, TILE_K]; unused without USE_TMA
-    weight_ptr,  # [N, K]
+    weight_ptr,  # [N, K], or [2 N, K] with GATED
     weight_desc,  # descriptor over W, blocks [TILE_N, TILE_K]; unused without USE_TMA
     bias_ptr,  # [N] or unused
     out_ptr,  # [num_tokens, N]; with HAS_RESIDUAL added to
@@ -36,6 +36,7 @@ def invariant_gemm_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     GROUP: tl.constexpr,  # tiles of tokens whose programs run side by side, so that they share rows of W in the cache
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -57,6 +58,8 @@ def invariant_gemm_kernel(
     x_rows = x_ptr + tokens.to(tl.int64)[:, None] * x_stride
     weight_rows = weight_ptr + rows.to(tl.int64)[:, None] * K
     acc = tl.zeros([TILE_M, TILE_N], tl.float32)
+    if GATED:
+        up = tl.zeros([TILE_M, TILE_N], tl.float32)
     for k in tl.range(0, K, TILE_K, num_stages=STAGES):
         if USE_TMA:
             x = token_desc.load([first_token, k])
@@ -66,6 +69,15 @@ def invariant_gemm_kernel(
             x = tl.load(x_rows + columns, mask=(tokens < num_tokens)[:, None] & (columns < K), other=0.0)
             w = tl.load(weight_rows + columns, mask=(rows < N)[:, None] & (columns < K), other=0.0)
         acc = tl.dot(x, tl.trans(w), acc)
+        if GATED:
+            if USE_TMA:
+                u = weight_desc.load([N + first, k])
+            else:
+                u_rows = weight_ptr + (rows + N).to(tl.int64)[:, None] * K
+                u = tl.load(u_rows + columns, mask=(rows < N)[:, None] & (columns < K), other=0.0)
+            up = tl.dot(x, tl.trans(u), up)
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * up
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[None, :]
     out = out_ptr + tokens.to(tl.int64)[:, None] * out_stride + rows[None, :]

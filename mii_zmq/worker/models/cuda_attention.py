@@ -22,7 +22,7 @@ from mii_zmq.kernels.triton.decode_attention import decode_attention_kernel
 from mii_zmq.kernels.triton.rope_kv import rope_kv_kernel
 from mii_zmq.worker.cuda_batch import PackedLayout
 from mii_zmq.worker.models.cuda_buffers import Buffers, Card, DeviceState, Rows
-from mii_zmq.worker.models.cuda_linear import launch_options
+from mii_zmq.worker.models.cuda_gemm import launch_options
 from mii_zmq.worker.models.cuda_rotary import Rotation
 
 TILE_TOKENS = 128
@@ -30,9 +30,9 @@ TILE_TOKENS = 128
 KEY_TILE = 64
 MAX_HEAD_DIM = 256
 HEADS_PER_PROGRAM = 8
-MANY_DECODES = 128
-FEW_TILES, MANY_TILES = (3, 4), (5, 2)
-"""Pipeline stages and warps of decode attention: for up to `MANY_DECODES` rows, and for more."""
+FEW_DECODES = 16
+FEW_TILES, MANY_TILES = (3, 4), (3, 2)
+"""Pipeline stages and warps of decode attention: for up to `FEW_DECODES` rows, and for more."""
 SMALL_ACCUMULATOR = 2048
 """Elements (padded heads of a group times padded head size) for which `MANY_TILES` leaves registers enough."""
 LOG2_E = 1.4426950408889634
@@ -157,7 +157,7 @@ class CudaAttention:
 
     def _attend_decodes(self, place: AttentionPlace, qkv: Tensor, attended: Tensor, num_items: int) -> None:
         shape, tables, slab, slopes = self._shape, self._state.block_tables, self._slab, self._shape.alibi_slopes
-        stages, num_warps = self._few if num_items <= MANY_DECODES + self.spare_items else self._many
+        stages, num_warps = self._few if num_items <= FEW_DECODES + self.spare_items else self._many
         decode_attention_kernel[(shape.num_kv_heads, num_items)](
             qkv, slab, attended, self._partial, self._partial_stats, self._counters, tables, self.items, slopes,
             qkv.stride(0), attended.stride(0), tables.stride(0), slab.stride(0), place.index * slab.stride(1),

@@ -21,8 +21,8 @@ from mii_zmq.kernels.triton.elementwise import embed_kernel, gather_rows_kernel,
 from mii_zmq.worker.cuda_batch import PackedLayout
 from mii_zmq.worker.models.cuda_attention import AttentionPlace, CudaAttention
 from mii_zmq.worker.models.cuda_buffers import Buffers, Card, DeviceState, Rows
+from mii_zmq.worker.models.cuda_gemm import launch_options
 from mii_zmq.worker.models.cuda_layer import LayerBuilder, LayerLaunches, Source, X
-from mii_zmq.worker.models.cuda_linear import launch_options
 from mii_zmq.worker.models.cuda_rotary import RotaryTables
 from mii_zmq.worker.models.decoder import attention_shape, embedding_scale
 from mii_zmq.worker.models.model_weights import Affine, DecoderWeights, LayerWeights

@@ -4,8 +4,9 @@
     out = activation(W norm(x) + bias)        or        x += W a + bias
 
 Which kernels do it depends on the number of tokens: weight times vector for one, a skinny GEMM for a few, both with
-everything folded in, and cuBLAS between separate kernels for more. The limits and tile sizes are measured ones, see
-`GEMV_TILES` and `SKINNY_TILES`; shapes that are not listed use the nearest sensible choice. All buffers are given, so
+everything folded in, a tiled GEMM with the gate folded in for some hundreds, and cuBLAS between separate kernels for
+more. The limits and tile sizes are measured ones, see `GEMV_TILES`, `SKINNY_TILES` and `TILED_TOKENS`; shapes that are
+not listed use the nearest sensible choice. All buffers are given, so
 that everything can be captured in a CUDA graph.
 """
 
@@ -22,6 +23,7 @@ from mii_zmq.kernels.triton.elementwise import ACTIVATION_NUMBERS, activation_ke
 from mii_zmq.kernels.triton.gemv import gemv_kernel
 from mii_zmq.kernels.triton.norm import add_norm_kernel, norm_add_kernel
 from mii_zmq.kernels.triton.skinny_gemm import skinny_gemm_kernel
+from mii_zmq.worker.models.cuda_gemm import MANY, TiledGemm, launch_options
 
 ACTIVATION_TILE = 2048
 
@@ -77,6 +79,8 @@ SKINNY_TILES: dict[tuple[int, int, bool], dict[int, SkinnyTiles]] = {
     },
 }
 """(N, K, gated) -> padded number of tokens -> the fastest on an H200, where it beats cuBLAS and what surrounds it."""
+TILED_TOKENS: dict[tuple[int, int], int] = {(14336, 4096): 1024}
+"""(N, K) of a gated matrix -> up to so many tokens the tiled GEMM beats cuBLAS and the activation behind it."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +170,15 @@ class FusedLinear:
         self._wide = None if activation is None else scratch.wide_rows(weight.shape[0])
         width = weight.shape[1]
         # What the small kernels fold in: RMSNorm, and silu of a gate; the rest takes the general way.
-        can_fold = (norm is None or not norm.is_layer_norm) and (activation is None or (gated and activation == "silu"))
-        can_fold = can_fold and not (gated and bias is not None)
+        folds_gate = can_fold_gate(activation, gated, bias)
+        can_fold = (norm is None or not norm.is_layer_norm) and (activation is None or folds_gate)
         key = (self._num_out, width, gated)
         self._gemv = GEMV_TILES.get(key, _default_gemv(width)) if can_fold else None
         self._skinny = SKINNY_TILES.get(key, {}) if can_fold else {}
+        self._tiled: TiledGemm | None = None
+        self._tiled_tokens = TILED_TOKENS.get((self._num_out, width), 0) if folds_gate else 0
+        if self._tiled_tokens:
+            self._tiled = TiledGemm(weight, None, gated=True, adds_to_out=adds_to_out, pdl=pdl)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         """Tokens of `x` [T, K] into `out` [T, N]."""
@@ -179,8 +187,17 @@ class FusedLinear:
             self._run_gemv(x, out, self._gemv)
         elif (tiles := self._skinny.get(padded_tokens(num_tokens))) is not None:
             self._run_skinny(x, out, tiles)
+        elif self._tiled is not None and num_tokens <= self._tiled_tokens:
+            self._tiled.run(self._normed(x), out, MANY)
         else:
-            self._run_vendor(x, out)
+            self._run_vendor(self._normed(x), out)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        if self._norm is None:
+            return x
+        normed = self._scratch.normed[: x.shape[0]]
+        self._norm.run(x, normed, self._pdl)
+        return normed
 
     def _run_gemv(self, x: Tensor, out: Tensor, tiles: GemvTiles) -> None:
         pdl = self._pdl and tiles.pdl
@@ -196,10 +213,7 @@ class FusedLinear:
     def _run_skinny(self, x: Tensor, out: Tensor, tiles: SkinnyTiles) -> None:
         num_tokens, width = x.shape
         pdl = self._pdl
-        if self._norm is not None:
-            normed = self._scratch.normed[:num_tokens]
-            self._norm.run(x, normed, self._pdl)
-            x = normed
+        x = self._normed(x)
         padded = padded_tokens(num_tokens)
         x_descriptor = weight_descriptor = None
         if self._pdl:
@@ -220,10 +234,6 @@ class FusedLinear:
 
     def _run_vendor(self, x: Tensor, out: Tensor) -> None:
         num_tokens = x.shape[0]
-        if self._norm is not None:
-            normed = self._scratch.normed[:num_tokens]
-            self._norm.run(x, normed, self._pdl)
-            x = normed
         if self._adds:
             out.addmm_(x, self._transposed)
             if self._bias is not None:
@@ -236,6 +246,11 @@ class FusedLinear:
             torch.addmm(self._bias, x, self._transposed, out=target)
         if self._activation is not None:
             run_activation(target, out, self._activation, self._gated, self._pdl)
+
+
+def can_fold_gate(activation: str | None, gated: bool, bias: Tensor | None) -> bool:
+    """Whether the kernels that multiply know the activation as well: silu of a gate, without a bias."""
+    return gated and activation == "silu" and bias is None
 
 
 def run_activation(x: Tensor, out: Tensor, name: str, gated: bool, pdl: bool) -> None:
@@ -261,11 +276,6 @@ def split_sizes() -> tuple[int, int]:
 def padded_tokens(num_tokens: int) -> int:
     """Columns of the tensor core that so many tokens take."""
     return max(16, int(triton.next_power_of_2(num_tokens)))
-
-
-def launch_options(pdl: bool) -> dict[str, bool]:
-    """Programmatic dependent launch: the kernel may start before its predecessor ends."""
-    return {"launch_pdl": True} if pdl else {}
 
 
 def _default_gemv(width: int) -> GemvTiles:

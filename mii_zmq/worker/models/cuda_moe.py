@@ -25,7 +25,7 @@ from mii_zmq.kernels.triton.moe_routing import (
     router_kernel,
     sort_kernel,
 )
-from mii_zmq.worker.models.cuda_linear import launch_options
+from mii_zmq.worker.models.cuda_gemm import launch_options
 from mii_zmq.worker.models.cuda_moe_tiles import (
     MAX_SPLIT,
     NARROWEST,

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from mii_zmq.errors import InvalidRequest
+from mii_zmq.structured_output import StructuredOutput, check_structured_output
 
 MAX_N = 16
 MAX_STOP_STRINGS = 16
@@ -67,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Added to the logits of these token ids, -100 to 100, behind the penalties."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Nothing else is ever drawn; end-of-sequence ids only if they are among them. None: everything is allowed."""
+    structured_output: StructuredOutput | None = None
+    """The form that the output has to have. None: any."""
     logprobs: int | None = None
     """Report the log-probability of every output token, and of this many of the most probable ones in its place, by
     the model's own logits. None: report nothing."""
@@ -124,6 +127,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
+    if isinstance(value, msgspec.Struct):
+        return msgspec.to_builtins(value)
     return {str(key): entry for key, entry in value.items()} if isinstance(value, dict) else value
 
 
@@ -177,6 +182,8 @@ def _check_ranges(params: SamplingParams) -> None:
             )
             check_text(string, name)
     _check_token_lists(params)
+    if params.structured_output is not None:
+        check_structured_output(params.structured_output)
 
 
 def _check_token_lists(params: SamplingParams) -> None:

@@ -78,11 +78,15 @@ class EngineConfig:
     step_timeout_s: float = setting(
         "seconds without progress after which an engine is killed; 10 times its usual step, if that is more", 30.0
     )
+    grammar_timeout_s: float = setting("seconds that compiling the grammar of one structured output may take", 10.0)
+    grammar_memory_mb: int = setting("MB of memory that this may take", 1024)
+    grammar_cache_mb: int = setting("MB of compiled grammars that are kept for further requests", 256)
     step_trace: str | None = setting("file for one JSON line per event of a step: plan, submit, read, sent", None)
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len", "token_budget", "max_sequences", "block_size", "num_blocks", "num_threads")
         _positive(self, "tensor_parallel", "kv_cache_gb", "step_timeout_s")
+        _positive(self, "grammar_timeout_s", "grammar_memory_mb", "grammar_cache_mb")
         if not self.model:
             raise ConfigError("model is empty; give a local directory or a hub id")
         if self.block_size & (self.block_size - 1):

@@ -189,6 +189,14 @@ class BlockingSocket:
         except zmq.Again:
             return None
 
+    def wait(self, timeout_ms: int, descriptors: Sequence[tuple[int, int]] = ()) -> None:
+        """Wait until there is a message, or one of the other (file descriptor, `select.poll` events) is ready."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for fd, events in descriptors:
+            poller.register(fd, events)
+        poller.poll(timeout_ms)
+
     def send(self, frames: Frames) -> None:
         """Send one message; raises PeerFull when the peer has stopped reading for 10 s."""
         try:

@@ -169,7 +169,7 @@ class Actor:
         """Deliver one step's rows: at most one TOKENS message per client connection, then what ends requests."""
         self._last_report = time.monotonic()
         self._report = report
-        is_busy = report.load[RUNNING] > 0 or report.load[WAITING] > 0
+        is_busy = not report.awaits_masks and (report.load[RUNNING] > 0 or report.load[WAITING] > 0)
         self._watchdog.on_report(report.step, is_busy, bool(report.rows), self._last_report)
         if self._is_engine_stalled:
             self._is_engine_stalled = self._watchdog.is_stalled

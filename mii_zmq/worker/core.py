@@ -4,7 +4,8 @@
 `step` plans and submits step n + 1 before it reads the result of step n, so that planning and staging hide behind the
 device's work. After a step that raises its sequences are computed again: in smaller steps if memory ran out, else apart
 from each other, so that only the one with which steps fail ends by it. A fault of the device makes `step` raise, as do
-`MAX_FAILED_STEPS` failed steps without a good one between. Knows neither tensors nor sockets; driven by one thread.
+`MAX_FAILED_STEPS` failed steps without a good one between. Masks for sequences with a grammar come from a
+`GrammarService`, which nothing here waits for. Knows neither tensors nor sockets; driven by one thread.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
-from mii_zmq.errors import InternalError
+from mii_zmq.errors import InternalError, InvalidRequest, MiiError
 from mii_zmq.worker.plan import EngineLimits, EngineStats, Executor, PendingStep, SequenceOutput, SequenceRequest
 from mii_zmq.worker.scheduler import Scheduler
 from mii_zmq.worker.step_faults import FaultKind, classify
@@ -36,8 +38,45 @@ class Trace(Protocol):
     def append(self, entry: TraceEntry, /) -> None: ...
 
 
+class MaskEvent(NamedTuple):
+    """What a grammar allows behind a sequence's first `num_output_tokens` output tokens."""
+
+    seq_id: int
+    num_output_tokens: int
+    mask: bytes | None
+    """As in `StepPlan.masks`; None: the output is complete."""
+    error: MiiError | None = None
+    """The sequence cannot go on."""
+
+
+class GrammarService(Protocol):
+    """Follows sequences along their grammars, elsewhere: no call waits for anything."""
+
+    def open(self, request: SequenceRequest) -> None:
+        """A sequence with a grammar starts; the first mask, behind its resumed tokens, will come."""
+        ...
+
+    def advance(self, seq_id: int, token_id: int) -> None:
+        """The newest output token of a sequence; the mask behind it will come."""
+        ...
+
+    def close(self, seq_id: int) -> None:
+        """A sequence has ended."""
+        ...
+
+    def poll(self) -> list[MaskEvent]:
+        """Send what was asked since the last call, and return what has come. To be called twice a second at least."""
+        ...
+
+    def poll_set(self) -> list[tuple[int, int]]:
+        """File descriptors and their `select.poll` events at which `poll` has something to do."""
+        ...
+
+    def shut_down(self) -> None: ...
+
+
 class EngineCore:
-    """An engine: token ids in, token ids out. Owns the executor and closes it."""
+    """An engine: token ids in, token ids out. Owns the executor and the grammar service, and closes them."""
 
     def __init__(
         self,
@@ -47,8 +86,11 @@ class EngineCore:
         prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
         trace: Trace | None = None,
+        grammars: GrammarService | None = None,
     ) -> None:
+        """Without `grammars`, requests with one are refused."""
         self.executor = executor
+        self.limits: EngineLimits = replace(executor.limits, takes_grammars=grammars is not None)
         self.scheduler = Scheduler(executor.limits, model=model, prefix_cache=prefix_cache)
         self._clock = clock
         self._trace = trace
@@ -59,15 +101,47 @@ class EngineCore:
         """Since the last good one."""
         self._end: InternalError | None = None
         """Raised by the next step."""
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self.executor.limits
+        self._grammars = grammars
+        self._lacks_masks = False
+        """Nothing can be planned before a mask, a request or a cancellation has come."""
 
     @property
     def has_work(self) -> bool:
-        """`step` has something to do; false means that it would return nothing until the next `add` or `cancel`."""
-        return bool(self._in_flight) or self.scheduler.has_work or self._end is not None
+        """`step` has something to do; false means that it would return nothing until the next `add` or `cancel`, until
+        `take_masks` found something, or `max_wait_s` has passed."""
+        if self._in_flight or self._end is not None:
+            return True
+        return self.scheduler.has_work and (not self._lacks_masks or self.max_wait_s(1.0) <= 0)
+
+    def max_wait_s(self, at_most: float) -> float:
+        """How long there may be nothing to do, if nothing comes."""
+        deadline = self.scheduler.next_deadline
+        return at_most if deadline is None else max(0.0, min(at_most, deadline - self._clock()))
+
+    @property
+    def awaits_masks(self) -> bool:
+        """There are sequences, and each of them waits for a mask, or for what such sequences hold."""
+        return self._lacks_masks and self.scheduler.has_work
+
+    def poll_set(self) -> Sequence[tuple[int, int]]:
+        """File descriptors and their events behind which `take_masks` finds something."""
+        return () if self._grammars is None else self._grammars.poll_set()
+
+    def take_masks(self) -> None:
+        """Exchange news with the grammar service. `step` does it, too."""
+        if self._grammars is None:
+            return
+        for seq_id, token_id in self.scheduler.take_grammar_changes():
+            if token_id is None:
+                self._grammars.close(seq_id)
+            else:
+                self._grammars.advance(seq_id, token_id)
+        for event in self._grammars.poll():
+            self._lacks_masks = False
+            if event.error is not None:
+                self.scheduler.fail(event.seq_id, event.error)
+            else:
+                self.scheduler.take_mask(event.seq_id, event.num_output_tokens, event.mask)
 
     def add(self, request: SequenceRequest) -> None:
         """Take a sequence; its outputs come from `step`, the last of them with a finish_reason.
@@ -75,11 +149,17 @@ class EngineCore:
         Raises:
             PromptTooLong, InvalidRequest: it can never run; nothing was kept.
         """
+        if request.grammar is not None and self._grammars is None:
+            raise InvalidRequest("structured_output: this engine takes no grammars", param="structured_output")
         self.scheduler.add(request, self._clock())
+        self._lacks_masks = False
+        if request.grammar is not None and self._grammars is not None:
+            self._grammars.open(request)
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
         """End sequences with finish_reason 'cancelled'; unknown and finished ids are ignored."""
         self.scheduler.cancel(seq_ids)
+        self._lacks_masks = False
 
     def step(self) -> list[SequenceOutput]:
         """Keep the device busy and return what became known. Waits for a step only when there is one to read.
@@ -91,10 +171,12 @@ class EngineCore:
         if self._end is not None:
             raise self._end
         outputs: list[SequenceOutput] = []
+        self.take_masks()
         was_submitted = self._submit_next(outputs)
         if self._in_flight and (len(self._in_flight) > 1 or not was_submitted):
             self._read_oldest(outputs)
         outputs += self.scheduler.take_outputs()
+        self.take_masks()
         if self.scheduler.recovery.is_hopeless:
             # With the next call, so that these outputs arrive.
             self._end = InternalError(
@@ -109,6 +191,8 @@ class EngineCore:
     def close(self) -> None:
         """Close the executor; steps in flight are abandoned."""
         self._in_flight.clear()
+        if self._grammars is not None:
+            self._grammars.shut_down()
         self.executor.close()
 
     def _submit_next(self, outputs: list[SequenceOutput]) -> bool:
@@ -119,6 +203,7 @@ class EngineCore:
             outputs += self.scheduler.fail_all(_one_line("planning failed", error))
             return False
         if plan is None:
+            self._lacks_masks = not self._in_flight and self.scheduler.awaits_masks
             return False
         self._note("plan", plan.step)
         try:

@@ -208,6 +208,8 @@ class CudaExecutor:
         scores = self._logprobs.of_prompts(step.scored) if step.scored else None
         logprobs = None
         if step.sample_slots:
+            if plan.masks:
+                self._sampler.set_masks(plan.masks)
             self._run_head(step)
             buffers.out.copy_(self._out, non_blocking=True)
             logprobs = self._logprobs.of_drawn(step.sample_slots, self._out[0])
@@ -284,5 +286,5 @@ class CudaExecutor:
 def is_plain(spec: SamplingSpec) -> bool:
     """Whether the next token is simply the largest logit."""
     is_masked = bool(spec.bad_words) or (spec.min_new_tokens > 0 and bool(spec.stop_token_ids))
-    is_edited = spec.needs_penalties or bool(spec.logit_bias or spec.allowed_token_ids)
+    is_edited = spec.needs_penalties or bool(spec.logit_bias or spec.allowed_token_ids or spec.is_masked)
     return spec.temperature < MIN_TEMPERATURE and not is_edited and not is_masked

@@ -11,6 +11,7 @@ Every call must be made with the same current stream, or streams that wait for e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +113,11 @@ class CudaSampler:
         """
         self._slots.upload()
         return self._slots.variant(slots)
+
+    def set_masks(self, masks: Mapping[int, bytes]) -> None:
+        """By slot, what the next rows of sequences with a grammar may draw (`StepPlan.masks`); nothing waits for the
+        device. To be called after the slots were installed, before the `sample` or replay that draws these rows."""
+        self._slots.set_masks(masks)
 
     def reserve(self, variant: SamplingVariant) -> int:
         """Allocate the scratch memory of `variant`; the bytes of scratch memory that there are now.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +38,7 @@ class SamplingVariant:
     is_filtered: bool = False
     """A row that is not greedy has top-k, top-p or min-p."""
     is_edited: bool = False
-    """A row has penalties, biases, allowed tokens, bad words or a minimum length."""
+    """A row has penalties, biases, allowed tokens, a grammar, bad words or a minimum length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,12 @@ class SamplingSlots:
         self._lists: dict[int, list[Tensor]] = {}
         """What the slots' records point to."""
         self._pending: dict[int, tuple[SamplingSpec, int]] = {}
+        self._max_sequences = max_sequences
+        self._mask_words = -(-vocab_size // 32)
+        self._masks_of_slots: Tensor | None = None
+        """[max_sequences, words] int32: what the slots with a grammar may draw in their next row."""
+        self._allowed: dict[int, np.ndarray] = {}
+        """What such a slot's request allows, if not everything."""
 
     def install(self, slot: int, spec: SamplingSpec, num_prompt_tokens: int) -> None:
         """Replace what the slot held; the device learns of it in `upload`."""
@@ -70,9 +77,11 @@ class SamplingSlots:
             is_sampled=is_sampled,
             is_filtered=is_sampled and (self._has_top_k(spec) or spec.top_p < 1 or spec.min_p > 0),
             is_edited=spec.needs_penalties
-            or bool(spec.logit_bias or spec.allowed_token_ids)
+            or bool(spec.logit_bias or spec.allowed_token_ids or spec.is_masked)
             or bool(self._masks(spec, num_prompt_tokens)),
         )
+        if spec.is_masked and spec.allowed_token_ids:
+            self._allowed[slot] = _allowed_bits(spec.allowed_token_ids, self._vocab_size).numpy()
 
     def release(self, slots: list[int]) -> None:
         """Forget what `slots` held; slots that hold nothing are skipped."""
@@ -80,6 +89,7 @@ class SamplingSlots:
             self._variants.pop(slot, None)
             self._lists.pop(slot, None)
             self._pending.pop(slot, None)
+            self._allowed.pop(slot, None)
 
     def variant(self, slots: list[int]) -> SamplingVariant:
         """What a batch of `slots` needs."""
@@ -100,6 +110,23 @@ class SamplingSlots:
         self.records.index_copy_(0, self._to_device(index), self._to_device(records))
         self._pending.clear()
 
+    def set_masks(self, masks: Mapping[int, bytes]) -> None:
+        """What rows of slots with a grammar may draw (`StepPlan.masks`), from the next launch on: one asynchronous copy
+        from pinned memory, and no kernel of a graph's."""
+        rows = np.empty((len(masks), self._mask_words), dtype=np.int32)
+        for row, (slot, mask) in zip(rows, masks.items(), strict=True):
+            row[:] = np.frombuffer(mask, dtype=np.int32)
+            if slot in self._allowed:
+                row &= self._allowed[slot]
+        index = torch.tensor(list(masks), dtype=torch.int64)
+        self._slot_masks().index_copy_(0, self._to_device(index), self._to_device(torch.from_numpy(rows)))
+
+    def _slot_masks(self) -> Tensor:
+        if self._masks_of_slots is None:
+            shape = (self._max_sequences, self._mask_words)
+            self._masks_of_slots = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return self._masks_of_slots
+
     def _pack(self, slot: int, spec: SamplingSpec, num_prompt_tokens: int) -> bytes:
         masks = self._masks(spec, num_prompt_tokens)
         biases = [(token_id, bias) for token_id, bias in spec.logit_bias if 0 <= token_id < self._vocab_size]
@@ -113,7 +140,7 @@ class SamplingSlots:
             (sampling.FLAG_MIN_P, spec.min_p > 0),
             (sampling.FLAG_PENALISED, spec.needs_penalties),
             (sampling.FLAG_COUNTED, needs_counts(spec)),
-            (sampling.FLAG_RESTRICTED, bool(spec.allowed_token_ids)),
+            (sampling.FLAG_RESTRICTED, bool(spec.allowed_token_ids or spec.is_masked)),
         )
         return _RECORD.pack(
             spec.seed,
@@ -129,7 +156,9 @@ class SamplingSlots:
             self._keep(slot, torch.tensor(_mask_words(masks), dtype=torch.int32)),
             len(masks),
             max((len(mask.prefix) for mask in masks), default=0),
-            self._keep(slot, _allowed_bits(spec.allowed_token_ids, self._vocab_size)),
+            self._slot_masks()[slot].data_ptr()
+            if spec.is_masked
+            else self._keep(slot, _allowed_bits(spec.allowed_token_ids, self._vocab_size)),
             self._keep(slot, _bias_words(biases)),
             len(biases),
         )

@@ -97,6 +97,8 @@ class StepReport:
     """In the order of OutputRow; plain tuples once decoded."""
     load: Sequence[int | float]
     """The values of protocol.Load, in the order of its fields."""
+    awaits_masks: bool = False
+    """Its sequences all wait for masks of their grammars, so that there is no step to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,8 @@ def encode(message: ToEngine | FromEngine) -> list[bytes]:
     """The two frames of a message."""
     value: Any
     match message:
-        case StepReport(step, rows, load):
-            value = (step, rows, load)
+        case StepReport(step, rows, load, awaits_masks):
+            value = (step, rows, load, awaits_masks)
         case AddSequence(request):
             value = _sequence_to_wire(request)
         case CancelSequences(seq_ids):
@@ -226,11 +228,12 @@ def _sequence_to_wire(request: SequenceRequest) -> tuple[Any, ...]:
         request.deadline_s,
         request.cache_salt,
         request.score_prompt,
+        request.grammar,
     )
 
 
 def _sequence_from_wire(value: Sequence[Any]) -> SequenceRequest:
-    seq_id, prompt, max_new_tokens, sampling, resumed, priority, deadline_s, cache_salt, score_prompt = value
+    seq_id, prompt, max_new_tokens, sampling, resumed, priority, deadline_s, cache_salt, score_prompt, grammar = value
     return SequenceRequest(
         seq_id=seq_id,
         prompt_token_ids=ids_from_bytes(prompt),
@@ -241,4 +244,5 @@ def _sequence_from_wire(value: Sequence[Any]) -> SequenceRequest:
         deadline_s=deadline_s,
         cache_salt=cache_salt,
         score_prompt=score_prompt,
+        grammar=grammar,
     )

@@ -24,6 +24,7 @@ from mii_zmq.config import EngineConfig, add_arguments, from_arguments
 from mii_zmq.errors import InternalError, MiiError, StartupError
 from mii_zmq.process import ChildLink
 from mii_zmq.protocol import Load
+from mii_zmq.structured_output import GRAMMAR_KINDS
 from mii_zmq.telemetry import setup_logging
 from mii_zmq.tokenizer import FAKE_PREFIX
 from mii_zmq.worker.core import EngineCore
@@ -43,6 +44,7 @@ from mii_zmq.worker.engine_channel import (
     load_values,
 )
 from mii_zmq.worker.fake_options import is_fake_model, make_fake_executor
+from mii_zmq.worker.grammar_service import make_grammar_service
 from mii_zmq.worker.plan import Executor, SequenceOutput
 from mii_zmq.worker.ranked_executor import load_ranked_executor
 from mii_zmq.worker.step_trace import StepTrace
@@ -73,7 +75,12 @@ class EngineLoop:
         self._report()
         while self._is_running:
             is_busy = self._core.has_work
-            self._receive(0 if is_busy else max(1, int(1000 * IDLE_REPORT_S)))
+            if not is_busy:
+                wait_ms = max(1, int(1000 * self._core.max_wait_s(IDLE_REPORT_S)))
+                self._channel.wait(wait_ms, self._core.poll_set())
+            self._receive()
+            if not is_busy:
+                self._core.take_masks()
             if self._core.has_work:
                 started = time.monotonic()
                 outputs = self._core.step()
@@ -86,8 +93,8 @@ class EngineLoop:
             if self._rows or time.monotonic() - self._last_report >= IDLE_REPORT_S or not self._core.has_work:
                 self._report()
 
-    def _receive(self, timeout_ms: int) -> None:
-        frames = self._channel.receive(timeout_ms)
+    def _receive(self) -> None:
+        frames = self._channel.receive(0)
         while frames is not None:
             message = decode_to_engine(frames)
             if isinstance(message, AddSequence):
@@ -145,7 +152,7 @@ class EngineLoop:
             token_budget=stats.token_budget,
         )
         started = time.monotonic()
-        self._channel.send(encode(StepReport(stats.step, self._rows, load_values(load))))
+        self._channel.send(encode(StepReport(stats.step, self._rows, load_values(load), self._core.awaits_masks)))
         if self._trace is not None and self._rows:
             self._trace.sent(stats.step, len(self._rows), started)
         self._rows = []
@@ -194,7 +201,12 @@ def load_engine(
         from mii_zmq.worker.loading import describe_device
 
         info["device"] = describe_device(config)
-    return EngineCore(executor, model=config.model, prefix_cache=config.prefix_cache, trace=trace), info
+    grammars = make_grammar_service(
+        config, executor.limits, FAKE_PREFIX if is_fake_model(config.model) else config.model
+    )
+    info["structured_output"] = list(GRAMMAR_KINDS) if grammars is not None else []
+    core = EngineCore(executor, model=config.model, prefix_cache=config.prefix_cache, trace=trace, grammars=grammars)
+    return core, info
 
 
 def serve(config: EngineConfig, channel: transport.BlockingSocket, on_failure: Callable[[MiiError], None]) -> None:

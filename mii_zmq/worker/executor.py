@@ -10,7 +10,7 @@ plans run. Knows nothing of scheduling: what a plan says is done.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -54,7 +54,12 @@ class TokenSampler(Protocol):
     def prepare(self, slots: list[int]) -> dict[int, str]: ...
 
     def sample(
-        self, logits: Tensor, slots: list[int], positions: list[int], token_ids: Tensor
+        self,
+        logits: Tensor,
+        slots: list[int],
+        positions: list[int],
+        token_ids: Tensor,
+        masks: Mapping[int, bytes] | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -168,7 +173,7 @@ class ModelExecutor:
         measured = self._logprobs.rows(slots)
         # A copy: the sampler edits the logits in place.
         raw = logits[list(measured)] if measured else None
-        drawn, is_finite = self._sampler.sample(logits, slots, positions, self._state.token_ids)
+        drawn, is_finite = self._sampler.sample(logits, slots, positions, self._state.token_ids, plan.masks)
         self._state.record(slots, positions, drawn)
         token_ids, finite = drawn.tolist(), is_finite.tolist()
         failed = {slot: NOT_FINITE for slot, is_fine in zip(slots, finite, strict=True) if not is_fine}

@@ -183,6 +183,8 @@ class FakeExecutor:
         self._require(new_slots <= {row.slot for row in plan.rows}, "a new sequence has no row")
         for row in plan.rows:
             self._attach(row, row.slot in new_slots)
+        sampled = {row.slot for row in plan.rows if row.sample}
+        self._require(plan.masks.keys() <= sampled, f"masks for slots {sorted(plan.masks.keys() - sampled)}")
         hooks = {row.slot: self._due_hooks(row) for row in plan.rows} if self.faults.markers else {}
         fault = self.faults.of_step(plan.step, plan.num_tokens, set().union(*hooks.values()))
         void = self.faults.rows.pop(plan.step, {})
@@ -199,7 +201,7 @@ class FakeExecutor:
                 if row.sample:
                     failed.setdefault(row.slot, NOT_FINITE)
             if row.sample:
-                token_ids.append(self._draw(row))
+                token_ids.append(self._draw(row, plan.masks.get(row.slot)))
         return fault or StepResult(plan.step, token_ids, failed, self._scores(plan), self._logprobs(plan, token_ids))
 
     def _scores(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
@@ -355,9 +357,10 @@ class FakeExecutor:
         for position in range(row.start, row.start + row.num_tokens):
             self._cells[slot.block_ids[position // size]][position % size] = wrong
 
-    def _draw(self, row: StepRow) -> int:
+    def _draw(self, row: StepRow, mask: bytes | None) -> int:
         slot = self._slots[row.slot]
-        token_id = self.model.next_token(slot.hashes[-1], slot.num_output_tokens, slot.sampling)
+        self._require((mask is not None) == slot.sampling.is_masked, f"slot {row.slot} samples with mask {mask!r}")
+        token_id = self.model.next_token(slot.hashes[-1], slot.num_output_tokens, slot.sampling, mask)
         slot.hashes.append(extend_hash(slot.hashes[-1], token_id))
         if slot.contents is not slot.hashes:
             slot.contents.append(self._content(slot, slot.num_tokens))

@@ -41,11 +41,18 @@ class FakeModel:
     eos_every: int | None = None
     """End-of-sequence is drawn with a chance of 1 in this many, decided by the tokens so far."""
 
-    def next_token(self, hash_so_far: int, num_output_tokens: int, sampling: SamplingSpec) -> int:
+    def next_token(
+        self, hash_so_far: int, num_output_tokens: int, sampling: SamplingSpec, mask: bytes | None = None
+    ) -> int:
         """Greedy whatever `sampling` says, but stop ids are masked before `min_new_tokens`; a sequence that ignores
-        end-of-sequence (has no such stop id) never draws it, so that its text stays valid."""
+        end-of-sequence (has no such stop id) never draws it, so that its text stays valid. With a mask (`StepPlan`) it
+        is any of what that allows, ids of the alphabet before others."""
         value = (hash_so_far ^ (hash_so_far >> 29)) * 0xBF58476D1CE4E5B9 & _MASK
         value ^= value >> 32
+        if mask is not None:
+            possible = [token_id for token_id in range(VOCAB_SIZE) if mask[token_id // 8] >> (token_id % 8) & 1]
+            possible = [token_id for token_id in possible if token_id in self.alphabet] or possible
+            return possible[value % len(possible)]
         alphabet = self.alphabet
         token_id = alphabet[value % len(alphabet)]
         stop_token_ids = sampling.stop_token_ids

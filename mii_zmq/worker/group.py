@@ -124,6 +124,7 @@ class WorkerGroup:
                 "kv_tokens": limits.num_blocks * limits.block_size,
                 "tool_format": tool_format_of(tokenizer),
                 **ready.info,
+                **({"structured_output": []} if tokenizer.token_bytes is None else {}),
             },
         )
         watchdog = Watchdog(self._engine_config.step_timeout_s)

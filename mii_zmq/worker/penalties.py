@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from mii_zmq.worker.plan import SamplingSpec
 
 NEVER = 2**62
 """A position that no sequence reaches."""
+_ADDED = np.array([-np.inf, 0.0], dtype=np.float32)
+"""To the logit of a token, by its bit."""
 
 
 class OutputCounts:
@@ -170,6 +173,15 @@ class TokenMasks:
         # Added, not assigned: a token may stand in several entries of which one is active.
         change = torch.zeros_like(is_masked, dtype=logits.dtype).masked_fill_(is_masked, float("-inf"))
         logits.index_put_((self._rows, self._token_ids), change, accumulate=True)
+
+
+def apply_masks_(logits: Tensor, masks: Sequence[tuple[int, bytes]]) -> None:
+    """Keep rows of `logits` [R, V] from drawing all but what their masks (`StepPlan.masks`) allow: (row, mask) each."""
+    vocab_size = logits.shape[1]
+    for row, mask in masks:
+        bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=vocab_size, bitorder="little")
+        # Added, not assigned: a NaN must stay one.
+        logits[row] += torch.from_numpy(_ADDED[bits]).to(logits.device)
 
 
 def needs_counts(spec: SamplingSpec) -> bool:

@@ -27,6 +27,7 @@ from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.worker.core import EngineCore
 from mii_zmq.worker.engine_channel import FromEngine, ModelResolved, Progress
+from mii_zmq.worker.engine_inbox import EngineInbox
 from mii_zmq.worker.engine_process import load_engine
 from mii_zmq.worker.plan import EngineLimits, EngineStats, SequenceOutput
 from mii_zmq.worker.text import PreparedSequence, PromptInput, build_sequence
@@ -34,6 +35,8 @@ from mii_zmq.worker.text import PreparedSequence, PromptInput, build_sequence
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 30.0
+WATCH_S = 0.5
+"""How often the grammar process is looked after, once there is one."""
 
 Prompt = str | list[dict[str, Any]]
 """A text, or chat messages for the model's template."""
@@ -158,7 +161,7 @@ class _EngineThread(threading.Thread):
 
     def __init__(self, config: EngineConfig, report: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(name="mii_zmq-engine", daemon=True)
-        self._inbox: queue.SimpleQueue[_Add | _Cancel | _Ask | None] = queue.SimpleQueue()
+        self._inbox: EngineInbox[_Add | _Cancel | _Ask | None] = EngineInbox()
         self._ending = threading.Lock()
         self._ended_by: MiiError | None = None
         """Set under the lock once nobody reads the inbox any more."""
@@ -239,22 +242,27 @@ class _EngineThread(threading.Thread):
 
         core, _ = load_engine(self._config, on_message, on_failure=self.on_rank_failure)
         try:
-            return core, load_tokenizer(self._config.tokenizer or path)
+            tokenizer = load_tokenizer(self._config.tokenizer or path)
+            return core, tokenizer
         except BaseException:
             core.close()
             raise
 
     def _turn(self, core: EngineCore) -> bool:
         """Take the commands that are there, waiting for one if there is nothing to do; then run a step."""
+        if not core.has_work:
+            is_idle = not core.awaits_masks and not core.poll_set()
+            self._inbox.wait(None if is_idle else core.max_wait_s(WATCH_S), core.poll_set())
+            core.take_masks()
         while True:
             try:
-                command = self._inbox.get(block=not core.has_work)
+                command = self._inbox.get_nowait()
             except queue.Empty:
                 break
             if command is None:
                 return False
             self._obey(core, command)
-        for output in core.step():
+        for output in core.step() if core.has_work else ():
             self._deliver(core, output)
         return True
 

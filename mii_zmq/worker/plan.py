@@ -51,6 +51,8 @@ class SamplingSpec:
     nothing."""
     num_prompt_logprobs: int = 0
     """So many of the most probable tokens beside each scored prompt token."""
+    is_masked: bool = False
+    """Its rows sample only with a mask in `StepPlan.masks`, which allows at least one token."""
 
     @property
     def needs_penalties(self) -> bool:
@@ -98,6 +100,9 @@ class SequenceRequest:
     """Sequences share prefix blocks only with the same salt (tenant isolation)."""
     score_prompt: bool = False
     """Report how probable each prompt token is behind those before it, with `SamplingSpec.num_prompt_logprobs`."""
+    grammar: tuple[str, str] | None = None
+    """Kind and text of the grammar that the output follows (`structured_output.StructuredOutput`), with
+    `SamplingSpec.is_masked`."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,6 +111,8 @@ class SequenceRequest:
     def from_wire(cls, wire: dict[str, Any]) -> SequenceRequest:
         fields = dict(wire)
         fields["sampling"] = SamplingSpec.from_wire(fields.get("sampling") or {})
+        if fields.get("grammar") is not None:
+            fields["grammar"] = tuple(fields["grammar"])
         return cls(**fields)
 
 
@@ -116,8 +123,8 @@ class SequenceOutput:
     seq_id: int
     token_ids: list[int]
     finish_reason: str | None = None
-    """None while running; 'stop' (an end-of-sequence or stop id, which is the last of `token_ids`), 'length',
-    'cancelled', 'deadline' or 'error'."""
+    """None while running; 'stop' (an end-of-sequence or stop id, which is the last of `token_ids`, or nothing more
+    that a grammar allows, without one), 'length', 'cancelled', 'deadline' or 'error'."""
     error: MiiError | None = None
     """With finish_reason 'error'."""
     num_cached_tokens: int = 0
@@ -179,6 +186,9 @@ class StepPlan:
     """(source block, destination block), before any write of this step."""
     zeroed: list[int] = field(default_factory=list)
     """Blocks to fill with zeros, before anything is copied or written: they held numbers that are not finite."""
+    masks: dict[int, bytes] = field(default_factory=dict)
+    """Slot -> the tokens that its row may draw, one bit per token id, the lowest bit of the first byte first, in whole
+    int32 words; for exactly the rows with `sample` whose `SamplingSpec.is_masked` is set."""
 
     @property
     def num_tokens(self) -> int:
@@ -203,6 +213,7 @@ class StepPlan:
             "freed_slots": self.freed_slots,
             "copies": [list(pair) for pair in self.copies],
             "zeroed": self.zeroed,
+            "masks": list(self.masks.items()),
         }
 
     @classmethod
@@ -214,6 +225,7 @@ class StepPlan:
             freed_slots=wire["freed_slots"],
             copies=[(source, destination) for source, destination in wire["copies"]],
             zeroed=wire["zeroed"],
+            masks=dict(wire["masks"]),
         )
 
 
@@ -254,6 +266,8 @@ class EngineLimits:
     recomputes_at_border: bool = False
     """True (longrope): a sequence longer than the border is rotated differently at all of its positions, so that one
     that grows past it is computed again. False (dynamic): only from there on."""
+    takes_grammars: bool = False
+    """The engine around the executor makes masks from grammars."""
 
 
 @dataclass(frozen=True, slots=True)

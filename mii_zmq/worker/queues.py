@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every unfinished sequence stands, in order: waiting, parked, prefilling, decoding or draining.
+"""Where every unfinished sequence stands, in order: waiting, parked, prefilling, decoding, draining or without a mask.
 
 Moves sequences between those places and keeps `state` and `in_prefill` in step with them; a sequence is in exactly one
 of them. Knows neither blocks nor budgets, and decides nothing.
@@ -62,6 +62,10 @@ class Queues:
         """Running with every token planned; they end when the last result is read."""
         self.held: set[Sequence] = set()
         """Waiting for the end of a restriction."""
+        self.unmasked: set[Sequence] = set()
+        """They wait in line when their mask is known."""
+        self.awaiting = SequenceQueue(lambda sequence: sequence.order_key)
+        """Running, with a grammar and their next token planned or known: they decode when the mask behind it is."""
         self._allowed: frozenset[Sequence] | None = None
 
     def restrict(self, allowed: frozenset[Sequence] | None) -> None:
@@ -74,7 +78,10 @@ class Queues:
             self.wait(sequence)
 
     def wait(self, sequence: Sequence) -> None:
-        """In line, or held; `num_expected_tokens` is set."""
+        """In line, held, or until there is a mask; `num_expected_tokens` is set."""
+        if sequence.lacks_mask:
+            self.unmasked.add(sequence)
+            return
         if self._allowed is not None and sequence not in self._allowed:
             self.held.add(sequence)
             return
@@ -95,8 +102,23 @@ class Queues:
         sequence.in_prefill = False
         if sequence.num_tokens >= sequence.max_tokens:
             self.draining.add(sequence)
+        elif sequence.has_grammar:
+            sequence.is_awaiting_mask = True
+            self.awaiting.add(sequence)
         else:
             self.decoding.add(sequence)
+
+    def await_mask(self, sequence: Sequence) -> None:
+        """A token of a decoding sequence with a grammar is planned."""
+        self.decoding.remove(sequence)
+        sequence.is_awaiting_mask = True
+        self.awaiting.add(sequence)
+
+    def end_await(self, sequence: Sequence) -> None:
+        """The mask of a running sequence has come."""
+        self.awaiting.remove(sequence)
+        sequence.is_awaiting_mask = False
+        self.decoding.add(sequence)
 
     def drain(self, sequence: Sequence) -> None:
         """The last token of a decoding sequence is planned."""
@@ -110,25 +132,35 @@ class Queues:
                 self.parked.remove(sequence)
             elif sequence in self.held:
                 self.held.remove(sequence)
+            elif sequence in self.unmasked:
+                self.unmasked.remove(sequence)
             else:
                 self.waiting.remove(sequence)
                 self.waiting_by_size.remove(sequence)
         elif sequence in self.draining:
             self.draining.remove(sequence)
+        elif sequence.is_awaiting_mask:
+            self.awaiting.remove(sequence)
         else:
             (self.prefilling if sequence.in_prefill else self.decoding).remove(sequence)
-        sequence.in_prefill = False
+        sequence.in_prefill = sequence.is_awaiting_mask = False
 
     def clear(self) -> None:
-        for queue in (self.waiting, self.waiting_by_size, self.prefilling, self.decoding):
+        for queue in (self.waiting, self.waiting_by_size, self.prefilling, self.decoding, self.awaiting):
             queue.clear()
-        for members in (self.parked, self.draining, self.held):
+        for members in (self.parked, self.draining, self.held, self.unmasked):
             members.clear()
         self._allowed = None
 
     @property
     def running(self) -> list[Sequence]:
-        return [*self.prefilling, *self.decoding, *self.draining]
+        return [*self.prefilling, *self.decoding, *self.awaiting, *self.draining]
+
+    @property
+    def newest_running(self) -> Sequence:
+        """The least urgent sequence that runs and has tokens left to plan; there must be one."""
+        queues = [queue for queue in (self.decoding, self.prefilling, self.awaiting) if queue]
+        return max((queue[-1] for queue in queues), key=lambda sequence: sequence.order_key)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Verify that these are the sequences and that each is in one place, the right one.
@@ -136,7 +168,7 @@ class Queues:
         Raises:
             InternalError: with the first violation found.
         """
-        waiting, running = [*self.waiting, *self.parked, *self.held], self.running
+        waiting, running = [*self.waiting, *self.parked, *self.held, *self.unmasked], self.running
         if Counter(waiting + running) != Counter(sequences):
             raise InternalError("the queues and the table of sequences differ")
         if set(self.waiting) != set(self.waiting_by_size):
@@ -145,3 +177,6 @@ class Queues:
             for sequence in members:
                 if sequence.state is not expected or (expected is SequenceState.WAITING and sequence.block_ids):
                     raise InternalError(f"sequence {sequence.seq_id} is {sequence.state.value} in the wrong queue")
+        for sequence in (*self.waiting, *self.held, *self.prefilling, *self.decoding):
+            if sequence.lacks_mask:
+                raise InternalError(f"sequence {sequence.seq_id} has no mask, yet may have its next token planned")

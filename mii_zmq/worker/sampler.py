@@ -7,13 +7,14 @@ the whole vocabulary and rows with top-k or top-p take different routes, but eve
 computation would give. The host never needs to know the tokens drawn last: histories and counts live on the device.
 
 Order: repetition penalty, presence and frequency penalties, biases, allowed tokens, bad words, stop ids before
-min_new_tokens, then argmax, or temperature, top-k, top-p, min-p and the keyed draw.
+min_new_tokens, the masks of grammars, then argmax, or temperature, top-k, top-p, min-p and the keyed draw.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from mii_zmq.worker.penalties import (
     Penalties,
     TokenBiases,
     TokenMasks,
+    apply_masks_,
     needs_counts,
 )
 from mii_zmq.worker.plan import SamplingSpec
@@ -138,7 +140,12 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits: Tensor, slots: list[int], positions: list[int], token_ids: Tensor
+        self,
+        logits: Tensor,
+        slots: list[int],
+        positions: list[int],
+        token_ids: Tensor,
+        masks: Mapping[int, bytes] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Draw one token per row.
 
@@ -148,6 +155,7 @@ class Sampler:
             positions: per row the number of tokens before the one drawn, at least 1.
             token_ids: [max_sequences, max_model_len] integers on the device, one row per slot; the columns below a
                 row's position are its history.
+            masks: by slot, what the row may draw (`StepPlan.masks`).
 
         Returns:
             Token ids [R] int64, all within the vocabulary, and bools [R]: False where the row's token means nothing,
@@ -164,6 +172,8 @@ class Sampler:
         for edit in (batch.penalties, *batch.edits):
             if edit is not None:
                 edit.apply_(logits, position, positions, token_ids)
+        if masks:
+            apply_masks_(logits, [(row, masks[slot]) for row, slot in enumerate(slots) if slot in masks])
         grouped = GroupedLogits(logits)
         is_finite = grouped.row_max.isfinite()
         drawn = grouped.argmax() if batch.has_greedy else torch.empty_like(position)

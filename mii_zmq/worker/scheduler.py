@@ -8,6 +8,8 @@ Policy. Decodes go first; the rest of the token budget is filled with prompt chu
 moved by priority. A started prompt has the blocks for its remainder set aside. When a decode finds no free block, the
 newest and least urgent running sequence is preempted, so that the oldest one always goes on. A sequence that grows
 past the border behind which the model rotates every position differently is preempted, too, and computed again.
+A sequence with a grammar is in a plan only when the mask for its next token is known (`take_mask`); from the moment
+that the token is planned until the mask behind it has come it waits, and nobody waits for it.
 What happens after steps and rows that failed is in `recovery`; tokens that were reported stay as they are.
 
 Invariants (see `check`): every block and slot has the owners that the tables say; free blocks cover what is set aside;
@@ -55,6 +57,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._in_flight: deque[PlannedStep] = deque()
         self._pending: list[SequenceOutput] = []
+        self._grammar_changes: list[tuple[int, int | None]] = []
         self._num_max_tokens = 0
         """Sum of `max_tokens` over unfinished sequences."""
         self._queues = Queues()
@@ -90,6 +93,35 @@ class Scheduler:
             if sequence := self._sequences.get(seq_id):
                 self._finish(sequence, "cancelled")
 
+    def take_mask(self, seq_id: int, num_output_tokens: int, mask: bytes | None) -> None:
+        """What the token behind so many output tokens may be; None: the grammar allows no more, so 'stop' is due.
+
+        A mask that answers anything but the sequence's present state is ignored.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is None or not sequence.lacks_mask or sequence.num_output_tokens != num_output_tokens:
+            return
+        if mask is None:
+            self._finish(sequence, "stop")
+            return
+        sequence.mask = mask
+        if sequence.state is RUNNING:
+            self._queues.end_await(sequence)
+        else:
+            self._queues.unmasked.remove(sequence)
+            self._queue(sequence)
+
+    def fail(self, seq_id: int, error: MiiError) -> None:
+        """End a sequence with finish_reason 'error'; unknown and finished ids are ignored."""
+        if sequence := self._sequences.get(seq_id):
+            self._finish(sequence, "error", error)
+
+    def take_grammar_changes(self) -> list[tuple[int, int | None]]:
+        """Of sequences with a grammar, in order: (seq_id, its newest token), which asks for the mask behind it, and
+        (seq_id, None) where the sequence has ended."""
+        changes, self._grammar_changes = self._grammar_changes, []
+        return changes
+
     def take_outputs(self) -> list[SequenceOutput]:
         """Ends that came with no result: cancelled, expired or failed sequences, resumed ones that were complete."""
         outputs, self._pending = self._pending, []
@@ -121,21 +153,18 @@ class Scheduler:
             output = SequenceOutput(sequence.seq_id, [token_id])
             outputs.append(output)
             if not sequence.has_emitted:
-                sequence.has_emitted = True
-                self.recovery.numeric_streak.succeeded()
-                output.num_cached_tokens = sequence.num_cached_tokens
-                output.prompt_scores = sequence.prompt_scores
+                self._note_first_output(sequence, output)
             reason = None
             if token_id in sequence.stop_token_ids or len(token_ids) >= sequence.max_tokens:
                 reason = sequence.finish_reason()
+            if reason is None and sequence.has_grammar:
+                self._ask_mask(sequence)
             if reason is not None:
                 self._register_known_blocks(sequence)
                 self._end(sequence)
                 output.finish_reason = reason
             elif sequence.state is WAITING:
-                if not sequence.num_in_flight:
-                    self._queues.parked.remove(sequence)
-                    self._queue(sequence)
+                self._unpark(sequence)
             elif len(token_ids) % size <= 1:
                 # A block can be offered once its last token is known and that token's KV is planned: this result
                 # completes both under the overlapped loop, the next one does without overlap.
@@ -144,6 +173,21 @@ class Scheduler:
             planned.give_logprobs(result.logprobs, outputs)
         self.recovery.note_good_step(planned)
         return self.take_outputs()
+
+    def _note_first_output(self, sequence: Sequence, output: SequenceOutput) -> None:
+        sequence.has_emitted = True
+        self.recovery.numeric_streak.succeeded()
+        output.num_cached_tokens = sequence.num_cached_tokens
+        output.prompt_scores = sequence.prompt_scores
+
+    def _unpark(self, sequence: Sequence) -> None:
+        if not sequence.num_in_flight:
+            self._queues.parked.remove(sequence)
+            self._queue(sequence)
+
+    def _ask_mask(self, sequence: Sequence) -> None:
+        sequence.mask = None
+        self._grammar_changes.append((sequence.seq_id, sequence.token_ids[-1]))
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now (see `take_outputs` for expired sequences)."""
@@ -170,7 +214,7 @@ class Scheduler:
 
     def _plan_decodes(self, planned: PlannedStep) -> None:
         size, add_row, add_sequence = self.limits.block_size, planned.rows.append, planned.sequences.append
-        ended = []
+        ended, masked = [], []
         for sequence in tuple(self._queues.decoding):
             if sequence.state is not RUNNING:
                 continue
@@ -187,11 +231,17 @@ class Scheduler:
             add_sequence(sequence)
             sequence.num_computed_tokens = position + 1
             sequence.num_in_flight += 1
+            if sequence.mask is not None:
+                planned.masks[sequence.slot] = sequence.mask
             if position + 2 >= sequence.max_tokens:
                 ended.append(sequence)
+            elif sequence.has_grammar:
+                masked.append(sequence)
         self._residency.num_computed_tokens += len(planned.rows)
         for sequence in ended:
             self._queues.drain(sequence)
+        for sequence in masked:
+            self._queues.await_mask(sequence)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """See to a free block for a decode, by preemption if need be. False: the sequence sits this step out.
@@ -202,9 +252,7 @@ class Scheduler:
         while not self._residency.has_free_block:
             if queues.draining:
                 return False  # their blocks come back with the next result, which is cheaper than a recompute
-            victim = queues.decoding[-1]
-            if queues.prefilling and queues.prefilling[-1].order_key > victim.order_key:
-                victim = queues.prefilling[-1]
+            victim = queues.newest_running
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -240,6 +288,8 @@ class Scheduler:
         sequence.state = FINISHED
         del self._sequences[sequence.seq_id]
         self._num_max_tokens -= sequence.max_tokens
+        if sequence.has_grammar:
+            self._grammar_changes.append((sequence.seq_id, None))
 
     def _finish(self, sequence: Sequence, reason: str, error: MiiError | None = None) -> None:
         self._end(sequence)
@@ -266,6 +316,8 @@ class Scheduler:
         for sequence in self._sequences.values():
             sequence.state = FINISHED
             self._pending.append(SequenceOutput(sequence.seq_id, [], "error", InternalError(message)))
+            if sequence.has_grammar:
+                self._grammar_changes.append((sequence.seq_id, None))
         self.recovery.reset()
         self._residency.reset(self._sequences.values())
         self._sequences.clear()
@@ -280,6 +332,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._pending)
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Some sequences cannot be planned before their masks are known."""
+        return bool(self._queues.unmasked or self._queues.awaiting)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `plan` has to end a sequence, at the earliest."""
+        return self._deadlines[0][0] if self._deadlines else None
 
     def stats(self) -> EngineStats:
         blocks, num_running = self.blocks, self._residency.num_running

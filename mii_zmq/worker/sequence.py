@@ -94,6 +94,11 @@ class Sequence:
     """It must compute everything by itself, since what it borrowed may have been wrong."""
     has_run: bool = False
     """It was preempted or restarted: nobody may be admitted before it."""
+    has_grammar: bool = False
+    is_awaiting_mask: bool = False
+    """Running, and out of every plan until it is known what its next token may be."""
+    mask: bytes | None = None
+    """Of a sequence with a grammar: what the token behind the known ones may be; None: not known yet."""
 
     @property
     def is_finished(self) -> bool:
@@ -103,6 +108,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known and in-flight tokens."""
         return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Its next token cannot be drawn yet."""
+        return self.has_grammar and self.mask is None
 
     @property
     def lacks_scores(self) -> bool:
@@ -167,6 +177,7 @@ def make_sequence(request: SequenceRequest, limits: EngineLimits, now: float, nu
         order_key=(now + level * PRIORITY_STEP_S, number),
         cache_salt=request.cache_salt,
         prompt_scores=[] if request.score_prompt else None,
+        has_grammar=request.grammar is not None,
     )
 
 
@@ -227,9 +238,10 @@ class PlannedStep:
     """Blocks that this step fills: they cannot be copied in the same step, since copies come before writes."""
     freed_slots: list[int] = field(default_factory=list)
     zeroed: list[int] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)
 
     def to_plan(self) -> StepPlan:
-        return StepPlan(self.step, self.rows, self.new, self.freed_slots, self.copies, self.zeroed)
+        return StepPlan(self.step, self.rows, self.new, self.freed_slots, self.copies, self.zeroed, self.masks)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence starts over: whatever this step yields for it is void."""

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grammar process: `python -m mii_zmq.worker.grammar_process`, started by an engine and ended with it.
+
+Reads the model's tokenizer, compiles grammars (in forks, see `grammar_compiler`), keeps compiled ones within a limit of
+bytes, and follows every running sequence that has one. A plain loop that is never busy for longer than one mask takes.
+In shared memory it notes which sequence it works on, so that the engine knows which one it hangs or dies of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xgrammar
+
+from mii_zmq.errors import InternalError, MiiError
+from mii_zmq.process import ChildLink
+from mii_zmq.telemetry import setup_logging
+from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
+from mii_zmq.worker.grammar_channel import GrammarChannel
+from mii_zmq.worker.grammar_compiler import MIB, Compilation
+from mii_zmq.worker.grammar_follower import GrammarFollower, Vocabulary
+from mii_zmq.worker.grammar_limits import SequenceLimits
+
+MAX_COMPILATIONS = 2
+"""At the same time; others wait in line."""
+MAX_REFUSALS = 256
+"""Grammars remembered for not being usable, so that asking again costs nothing."""
+NOBODY = 0
+
+log = logging.getLogger("mii_zmq.worker.grammar")
+
+Key = tuple[str, str]
+"""A grammar's kind and text."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    key: Key
+    limits: SequenceLimits
+    token_ids: list[int]
+    """Output so far when it was opened."""
+    follower: GrammarFollower | None = None
+    """None: its grammar is being compiled."""
+
+
+class GrammarCache:
+    """Compiled grammars, the least recently used ones forgotten beyond a number of bytes; refused ones, too."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._grammars: OrderedDict[Key, xgrammar.CompiledGrammar] = OrderedDict()
+        self._refusals: OrderedDict[Key, MiiError] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def get(self, key: Key) -> xgrammar.CompiledGrammar | MiiError | None:
+        if key in self._grammars:
+            self._grammars.move_to_end(key)
+            return self._grammars[key]
+        return self._refusals.get(key)
+
+    def add(self, key: Key, grammar: xgrammar.CompiledGrammar) -> None:
+        self._grammars[key] = grammar
+        self._num_bytes += grammar.memory_size_bytes
+        while self._num_bytes > self._max_bytes and len(self._grammars) > 1:
+            _, forgotten = self._grammars.popitem(last=False)
+            self._num_bytes -= forgotten.memory_size_bytes
+
+    def refuse(self, key: Key, error: MiiError) -> None:
+        self._refusals[key] = error
+        if len(self._refusals) > MAX_REFUSALS:
+            self._refusals.popitem(last=False)
+
+
+class GrammarHost:
+    """Answers one engine."""
+
+    def __init__(
+        self,
+        channel: GrammarChannel,
+        tokenizer: TextTokenizer,
+        options: argparse.Namespace,
+        current: mmap.mmap | None = None,
+    ) -> None:
+        """`options`: those of `main`."""
+        self._channel = channel
+        self._options = options
+        self._current = current
+        self._spellings = spellings(tokenizer, options.vocab_size, options.eos)
+        self._vocabularies: dict[bool, Vocabulary] = {}
+        self._cache = GrammarCache(options.cache_mb * MIB)
+        self._sequences: dict[int, _Followed] = {}
+        self._waiting: dict[Key, list[int]] = {}
+        """Sequences by the grammar that they wait for."""
+        self._queue: deque[Key] = deque()
+        self._compilations: dict[Key, Compilation] = {}
+        self._vocabulary("json_schema")
+
+    def run(self) -> None:
+        """Until the engine is gone."""
+        while not self._channel.is_closed:
+            self._wait()
+            for message in self._channel.receive():
+                self._obey(message)
+            self._collect()
+            self._channel.flush()
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel.fileno(), self._channel.poll_events)
+        for compilation in self._compilations.values():
+            poll.register(compilation.fileno(), select.POLLIN)
+        due = min((compilation.deadline for compilation in self._compilations.values()), default=None)
+        poll.poll(None if due is None else max(1, int(1000 * (due - time.monotonic())) + 1))
+
+    def _obey(self, message: list[Any]) -> None:
+        kind, *values = message
+        if kind == "open":
+            seq_id, grammar_kind, text, limits, token_ids = values
+            self._open(seq_id, _Followed((grammar_kind, text), SequenceLimits(**limits), token_ids))
+        elif kind == "advance":
+            answers = [self._advance(seq_id, token_id) for seq_id, token_id in values[0]]
+            self._channel.send("masks", [answer for answer in answers if answer is not None])
+        elif kind == "close":
+            for seq_id in values[0]:
+                self._sequences.pop(seq_id, None)
+        elif kind == "ping":
+            self._channel.send("pong")
+
+    def _open(self, seq_id: int, followed: _Followed) -> None:
+        self._sequences[seq_id] = followed
+        found = self._cache.get(followed.key)
+        if found is not None:
+            self._start(seq_id, followed, found)
+            return
+        if followed.key not in self._waiting:
+            self._waiting[followed.key] = []
+            self._queue.append(followed.key)
+        self._waiting[followed.key].append(seq_id)
+
+    def _start(self, seq_id: int, followed: _Followed, found: xgrammar.CompiledGrammar | MiiError) -> None:
+        if isinstance(found, MiiError):
+            self._fail(seq_id, found)
+            return
+        self._note(seq_id)
+        try:
+            vocabulary = self._vocabulary(followed.key[0])
+            followed.follower = GrammarFollower(found, vocabulary, followed.limits, followed.token_ids)
+            answer = (seq_id, followed.follower.num_output_tokens, followed.follower.next_mask())
+        except Exception as error:  # noqa: BLE001
+            self._fail(seq_id, error)
+        else:
+            self._channel.send("masks", [answer])
+        self._note(NOBODY)
+
+    def _advance(self, seq_id: int, token_id: int) -> tuple[int, int, bytes | None] | None:
+        followed = self._sequences.get(seq_id)
+        if followed is None or followed.follower is None:
+            return None
+        self._note(seq_id)
+        try:
+            followed.follower.accept(token_id)
+            return seq_id, followed.follower.num_output_tokens, followed.follower.next_mask()
+        except Exception as error:  # noqa: BLE001
+            self._fail(seq_id, error)
+            return None
+        finally:
+            self._note(NOBODY)
+
+    def _collect(self) -> None:
+        """Take what compilations have come to, and start the next ones."""
+        for key, compilation in list(self._compilations.items()):
+            outcome = compilation.outcome()
+            if outcome is not None:
+                del self._compilations[key]
+                self._take(key, outcome)
+        while self._queue and len(self._compilations) < MAX_COMPILATIONS:
+            key = self._queue.popleft()
+            if not any(seq_id in self._sequences for seq_id in self._waiting[key]):
+                del self._waiting[key]
+                continue
+            self._compilations[key] = Compilation(
+                self._vocabulary(key[0]), *key, timeout_s=self._options.timeout_s, memory_mb=self._options.memory_mb,
+                inherited=(self._channel.fileno(), *(other.fileno() for other in self._compilations.values())),
+            )  # fmt: skip
+
+    def _take(self, key: Key, outcome: str | MiiError) -> None:
+        found: xgrammar.CompiledGrammar | MiiError
+        if isinstance(outcome, MiiError):
+            found = outcome
+            self._cache.refuse(key, outcome)
+        else:
+            found = xgrammar.CompiledGrammar.deserialize_json(outcome, self._vocabulary(key[0]).info)
+            self._cache.add(key, found)
+        for seq_id in self._waiting.pop(key):
+            if (followed := self._sequences.get(seq_id)) is not None:
+                self._start(seq_id, followed, found)
+
+    def _fail(self, seq_id: int, error: Exception) -> None:
+        if not isinstance(error, MiiError):
+            log.error("following the grammar of sequence %d failed", seq_id, exc_info=error)
+            error = InternalError(f"following the request's grammar failed: {type(error).__name__}: {error}")
+        self._sequences.pop(seq_id, None)
+        self._channel.send("failed", seq_id, error.to_wire())
+
+    def _note(self, seq_id: int) -> None:
+        if self._current is not None:
+            self._current[:8] = seq_id.to_bytes(8, "little")
+
+    def _vocabulary(self, kind: str) -> Vocabulary:
+        """Special tokens are text only where a request writes the model's own marks, as those of tool calls."""
+        has_special = kind == "structural_tag"
+        if has_special not in self._vocabularies:
+            self._vocabularies[has_special] = Vocabulary(self._spellings[has_special])
+        return self._vocabularies[has_special]
+
+
+def spellings(tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> dict[bool, list[bytes]]:
+    """The bytes of every id of the logits, without and with those of special tokens; empty: stands for no text.
+
+    Raises:
+        InternalError: the tokenizer does not say.
+    """
+    spell = tokenizer.token_bytes
+    if spell is None:
+        raise InternalError("this model's tokenizer does not tell the bytes of its tokens")
+    known = [spell(token_id) if token_id < tokenizer.vocab_size else b"" for token_id in range(vocab_size)]
+    ends = {*eos_token_ids, *tokenizer.eos_token_ids}
+    spelt = [b"" if token_id in ends else text for token_id, text in enumerate(known)]
+    special = tokenizer.all_special_ids
+    return {True: spelt, False: [b"" if token_id in special else text for token_id, text in enumerate(spelt)]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="mii_zmq.worker.grammar_process", description="Grammars of an engine.")
+    parser.add_argument("--channel-fd", required=True, type=int, help="our end of the engine's pair of sockets")
+    parser.add_argument("--current-fd", required=True, type=int, help="memory to note the current sequence in")
+    parser.add_argument("--tokenizer", required=True, help="directory of the model's tokenizer")
+    parser.add_argument("--vocab-size", required=True, type=int, help="width of the model's logits")
+    parser.add_argument("--eos", type=int, nargs="*", default=[], help="the model's end-of-sequence ids")
+    parser.add_argument("--timeout-s", required=True, type=float, help="limit of one compilation")
+    parser.add_argument("--memory-mb", required=True, type=int, help="limit of one compilation")
+    parser.add_argument("--cache-mb", required=True, type=int, help="limit of the compiled grammars that are kept")
+    ChildLink.add_arguments(parser)
+    options = parser.parse_args(argv)
+    setup_logging("grammars")
+    ChildLink.from_arguments(options)
+    channel = GrammarChannel(socket.socket(fileno=options.channel_fd))
+    try:
+        host = GrammarHost(channel, load_tokenizer(options.tokenizer), options, mmap.mmap(options.current_fd, 8))
+        channel.send("ready")
+        host.run()
+    except Exception:
+        log.exception("the grammar process failed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Not through the interpreter's own end, which would run what a fork might share.
+    os._exit(code)

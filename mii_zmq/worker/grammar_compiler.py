@@ -58,6 +58,8 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, kind: str, value: str) -
             return compiler.compile_grammar(value)
         return compiler.compile_structural_tag(value)
     except (RuntimeError, ValueError, TypeError) as error:
+        if "bad_alloc" in str(error):
+            raise MemoryError from None
         raise refusal(kind, _PLACE.sub("", str(error)).strip() or type(error).__name__) from None
 
 
@@ -150,6 +152,8 @@ def _run_fork(
             answer = b"+" + compile_grammar(compiler, kind, value).serialize_json().encode()
         except MiiError as error:
             answer = b"-" + error.message.encode()
+        except (MemoryError, RuntimeError):
+            os._exit(1)
         view = memoryview(answer)
         while view:
             view = view[os.write(write_fd, view) :]

@@ -11,6 +11,7 @@ stop id, behind the last one of the vocabulary: its bit says whether the output 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,18 +21,32 @@ import xgrammar
 from mii_zmq.errors import InternalError, InvalidRequest
 from mii_zmq.worker.grammar_limits import SequenceLimits
 
+_ILL_FORMED = re.compile(rb"[\xC0\xC1\xF5-\xFF]|\xE0[\x80-\x9F]|\xED[\xA0-\xBF]|\xF0[\x80-\x8F]|\xF4[\x90-\xBF]")
+"""Within UTF-8."""
+_WRONG_SECOND_BYTES = {
+    lead: frozenset(bytes((byte,)) for byte in range(first, last + 1))
+    for lead, first, last in ((0xE0, 0x80, 0x9F), (0xED, 0xA0, 0xBF), (0xF0, 0x80, 0x8F), (0xF4, 0x90, 0xBF))
+}
+
 
 class Vocabulary:
     """The tokens of one model as the library sees them."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         """`token_bytes`: one for every id of the logits; an empty one is never allowed by a grammar."""
+        token_bytes = [b"" if _ILL_FORMED.search(spelling) else spelling for spelling in token_bytes]
         self.size = len(token_bytes)
         self.end_id = self.size
         """Stands for the end of the output."""
         self.info = xgrammar.TokenizerInfo([*token_bytes, b""], vocab_size=self.size + 1, stop_token_ids=[self.end_id])
         self.spelt = to_bits((token_id for token_id, spelling in enumerate(token_bytes) if spelling), self.size)
         """[words] int32: ids that stand for text."""
+        self.last_byte = bytes(spelling[-1] if spelling else 0 for spelling in token_bytes)
+        self.ill_formed = {
+            lead: to_bits((i for i, spelling in enumerate(token_bytes) if spelling[:1] in wrong), self.size)
+            for lead, wrong in _WRONG_SECOND_BYTES.items()
+        }
+        """By the byte before it, ids that would not be UTF-8."""
 
 
 class GrammarFollower:
@@ -55,6 +70,7 @@ class GrammarFollower:
         self._possible = vocabulary.spelt | self._stops
         if limits.allowed_token_ids:
             self._possible &= to_bits((i for i in limits.allowed_token_ids if 0 <= i < size), size)
+        self._vocabulary = vocabulary
         self._bad_words = [word for word in limits.bad_words if word and 0 <= min(word) <= max(word) < size]
         self._min_new_tokens = limits.min_new_tokens
         self._history = list(limits.prompt_tail)
@@ -88,6 +104,11 @@ class GrammarFollower:
         mask: np.ndarray[Any, Any] = row[: self._num_words] & self._possible
         if self.num_output_tokens < self._min_new_tokens:
             mask &= ~self._stops
+        if self.num_output_tokens:
+            # The library's classes of characters let overlong forms and surrogates pass.
+            wrong = self._vocabulary.ill_formed.get(self._vocabulary.last_byte[self._history[-1]])
+            if wrong is not None:
+                mask &= ~wrong
         for word in self._bad_words:
             prefix = word[:-1]
             if not prefix or self._history[-len(prefix) :] == prefix:

@@ -12,6 +12,7 @@ import argparse
 import logging
 import mmap
 import os
+import re
 import select
 import signal
 import socket
@@ -20,7 +21,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import xgrammar
 
@@ -43,6 +44,9 @@ log = logging.getLogger("mii_zmq.worker.grammar")
 
 Key = tuple[str, str]
 """A grammar's kind and text."""
+TextForm = Literal["json", "text", "marked"]
+
+_CONTROL = re.compile(rb"[\x00-\x09\x0B-\x1F]")
 
 
 @dataclass(slots=True)
@@ -102,7 +106,7 @@ class GrammarHost:
         self._options = options
         self._current = current
         self._spellings = spellings(tokenizer, options.vocab_size, options.eos)
-        self._vocabularies: dict[bool, Vocabulary] = {}
+        self._vocabularies: dict[TextForm, Vocabulary] = {}
         self._cache = GrammarCache(options.cache_mb * MIB)
         self._sequences: dict[int, _Followed] = {}
         self._waiting: dict[Key, list[int]] = {}
@@ -223,15 +227,25 @@ class GrammarHost:
             self._current[:8] = seq_id.to_bytes(8, "little")
 
     def _vocabulary(self, kind: str) -> Vocabulary:
-        """Special tokens are text only where a request writes the model's own marks, as those of tool calls."""
-        has_special = kind == "structural_tag"
-        if has_special not in self._vocabularies:
-            self._vocabularies[has_special] = Vocabulary(self._spellings[has_special])
-        return self._vocabularies[has_special]
+        form = text_form(kind)
+        if form not in self._vocabularies:
+            self._vocabularies[form] = Vocabulary(self._spellings[form])
+        return self._vocabularies[form]
 
 
-def spellings(tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> dict[bool, list[bytes]]:
-    """The bytes of every id of the logits, without and with those of special tokens; empty: stands for no text.
+def text_form(kind: str) -> TextForm:
+    """Which tokens count as text for a kind of grammar.
+
+    In JSON, control characters are escaped; the library lets them pass in some strings, so no token has any but the
+    line feed. Special tokens are text only where a request writes the model's own marks, as those of tool calls.
+    """
+    if kind in ("json_object", "json_schema"):
+        return "json"
+    return "marked" if kind == "structural_tag" else "text"
+
+
+def spellings(tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> dict[TextForm, list[bytes]]:
+    """The bytes of every id of the logits as `text_form` has it; empty: stands for no text.
 
     Raises:
         InternalError: the tokenizer does not say.
@@ -243,7 +257,9 @@ def spellings(tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence
     ends = {*eos_token_ids, *tokenizer.eos_token_ids}
     spelt = [b"" if token_id in ends else text for token_id, text in enumerate(known)]
     special = tokenizer.all_special_ids
-    return {True: spelt, False: [b"" if token_id in special else text for token_id, text in enumerate(spelt)]}
+    plain = [b"" if token_id in special else text for token_id, text in enumerate(spelt)]
+    json_text = [b"" if _CONTROL.search(text) else text for text in plain]
+    return {"marked": spelt, "text": plain, "json": json_text}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ names are ignored, as JSON Schema says. `oneOf` is read as `anyOf`. Pure; nothin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,10 @@ RESTRICTING = frozenset({
 SCHEMAS = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_UNQUOTABLE = re.compile(
+    r'["\x00-\x1f]|\\\\|\\[nrtfv0c]|\\x(?:[01]|22|5c)|\\u\{?0{0,4}(?:[01][0-9a-f]\b|22|5c)|\\u00[01]', re.I
+)
+"""In a pattern; the compiler writes such characters into a string as they are."""
 _TYPES: dict[str, Any] = {
     "string": str, "boolean": bool, "null": type(None), "array": list, "object": dict, "integer": int,
     "number": (int, float),
@@ -58,6 +63,8 @@ def _check_combinations(schema: dict[str, Any], path: str) -> None:
     strings = [name for name in ("pattern", "format", "minLength", "maxLength") if name in schema]
     if len(strings) > 1 and strings != ["minLength", "maxLength"]:
         raise _refused(f"{path} has {' and '.join(strings)}, of which only one can be enforced; keep one")
+    if _UNQUOTABLE.search(str(schema.get("pattern", ""))):
+        raise _refused(f"{path}/pattern names a character that JSON escapes (a quotation mark, a backslash, a control)")
     deciding = next((name for name in DECIDING if name in schema), None)
     if deciding is None:
         _check_required(schema, path)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands in for the grammar process where it has to hang or die: grammars of kind 'regex' are orders for that.
+
+Every mask allows everything. A grammar's text is what to do and at how many output tokens: `hang@2`, `die@0`; anything
+else goes well. Started as the real process is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+
+from mii_zmq.process import ChildLink
+from mii_zmq.worker.grammar_channel import GrammarChannel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel-fd", type=int)
+    parser.add_argument("--current-fd", type=int)
+    parser.add_argument("--die-at-once", action="store_true")
+    ChildLink.add_arguments(parser)
+    options = parser.parse_args()
+    ChildLink.from_arguments(options)
+    if options.die_at_once:
+        sys.exit(3)
+    channel = GrammarChannel(socket.socket(fileno=options.channel_fd))
+    current = mmap.mmap(options.current_fd, 8)
+    sequences: dict[int, tuple[str, int]] = {}
+    channel.send("ready")
+    while not channel.is_closed:
+        select.select([channel], [], [])
+        for kind, *values in channel.receive():
+            if kind == "open":
+                seq_id, _, text, _, token_ids = values
+                sequences[seq_id] = (text, len(token_ids))
+                answer(channel, current, sequences, seq_id)
+            elif kind == "advance":
+                for seq_id, _ in values[0]:
+                    text, number = sequences[seq_id]
+                    sequences[seq_id] = (text, number + 1)
+                    answer(channel, current, sequences, seq_id)
+            elif kind == "ping":
+                channel.send("pong")
+
+
+def answer(channel: GrammarChannel, current: mmap.mmap, sequences: dict[int, tuple[str, int]], seq_id: int) -> None:
+    text, number = sequences[seq_id]
+    current[:8] = seq_id.to_bytes(8, "little")
+    what, _, at = text.partition("@")
+    if at and int(at) == number:
+        if what == "hang":
+            signal.pause()
+        os._exit(4)
+    channel.send("masks", [(seq_id, number, b"\xff" * 36)])
+    current[:8] = bytes(8)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's hold on its grammar process: with the real one, and with one that hangs and dies when told to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from mii_zmq.errors import InternalError, InvalidRequest, ServiceError
+from mii_zmq.worker.core import MaskEvent
+from mii_zmq.worker.fake_model import EOS_TOKEN_ID, VOCAB_SIZE
+from mii_zmq.worker.grammar_service import GrammarProcessService
+from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 60.0
+SLOW_REGEX = "(" + "|".join(f"[a-z]{{1,{length}}}" for length in range(1, 300)) + ")*"
+REAL = ["--tokenizer=fake:", f"--vocab-size={VOCAB_SIZE}", "--timeout-s=0.5", "--memory-mb=64", "--cache-mb=1"]
+
+
+def request(seq_id: int, text: str, kind: str = "regex", **fields: object) -> SequenceRequest:
+    sampling = SamplingSpec(stop_token_ids=(EOS_TOKEN_ID,), is_masked=True)
+    made = SequenceRequest(seq_id, [1], 99, sampling, grammar=(kind, text))
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def running(*arguments: str, module: str = "tests.worker.stub_grammars", hang_s: float = 60.0) -> Iterator[Follower]:
+    service = GrammarProcessService(arguments, module=module, hang_s=hang_s)
+    try:
+        yield Follower(service)
+    finally:
+        service.shut_down()
+        assert service.pid is None
+
+
+class Follower:
+    """Collects what a service says."""
+
+    def __init__(self, service: GrammarProcessService) -> None:
+        self.service = service
+        self.events: list[MaskEvent] = []
+
+    def next(self, num_events: int = 1) -> list[MaskEvent]:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self.events) < num_events:
+            assert time.monotonic() < deadline, f"only {self.events} came"
+            self.events += self.service.poll()
+            poll = select.poll()
+            for fd, flags in self.service.poll_set():
+                poll.register(fd, flags)
+            if len(self.events) < num_events:
+                poll.poll(50)
+        events, self.events = self.events[:num_events], self.events[num_events:]
+        return sorted(events)
+
+    def allowed(self) -> str:
+        """What the next mask allows, as text."""
+        (event,) = self.next()
+        assert event.error is None
+        assert event.mask is not None
+        return "".join(chr(i) for i in range(VOCAB_SIZE) if event.mask[i // 8] >> (i % 8) & 1)
+
+
+def masks_come_along_the_grammar(real: Follower) -> None:
+    service = real.service
+    service.open(request(1, "ab?c"))
+    assert real.allowed() == "a"
+    service.advance(1, ord("a"))
+    assert real.allowed() == "bc"
+    service.advance(1, ord("c"))
+    assert real.allowed() == chr(EOS_TOKEN_ID)
+    service.close(1)
+    service.advance(1, ord("c"))
+    service.open(request(2, "ab?c", resumed_token_ids=[ord("a")]))
+    assert real.allowed() == "bc"
+    service.close(2)
+
+
+def what_cannot_be_compiled_ends_its_sequence_alone(real: Follower) -> None:
+    service = real.service
+    service.open(request(3, SLOW_REGEX))
+    service.open(request(4, "(a"))
+    service.open(request(5, '{"not": {}}', "json_schema"))
+    service.open(request(6, "x"))
+    events = real.next(4)
+    assert [event.seq_id for event in events] == [3, 4, 5, 6]
+    late, malformed, refused, fine = events
+    for event, reason in ((late, "more than 0.5 s"), (malformed, "not closed"), (refused, "/not cannot be")):
+        assert isinstance(event.error, InvalidRequest)
+        assert reason in event.error.message
+        assert event.error.param == "structured_output"
+    assert fine.mask is not None
+    # Refused from memory: no fork takes that long again.
+    started = time.monotonic()
+    service.open(request(7, SLOW_REGEX))
+    (again,) = real.next()
+    assert isinstance(again.error, InvalidRequest)
+    assert time.monotonic() - started < 0.5
+    service.close(6)
+
+
+def compilations_of_sequences_that_are_gone_hurt_nobody(real: Follower) -> None:
+    service = real.service
+    service.open(request(8, "gone"))
+    service.close(8)
+    service.open(request(9, "here"))
+    assert real.allowed() == "h"
+    service.close(9)
+
+
+def a_process_that_was_killed_is_replaced_and_sequences_go_on(real: Follower) -> None:
+    service = real.service
+    service.open(request(10, "abcd"))
+    assert real.allowed() == "a"
+    service.advance(10, ord("a"))
+    assert real.allowed() == "b"
+    before = service.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    service.advance(10, ord("b"))
+    assert real.allowed() == "c"
+    assert service.pid != before
+    service.advance(10, ord("c"))
+    assert real.allowed() == "d"
+    service.close(10)
+
+
+def test_the_real_process():
+    """All in one, since each process takes seconds to start."""
+    pytest.importorskip("xgrammar")
+    with running(*REAL, module="mii_zmq.worker.grammar_process") as follower:
+        masks_come_along_the_grammar(follower)
+        what_cannot_be_compiled_ends_its_sequence_alone(follower)
+        compilations_of_sequences_that_are_gone_hurt_nobody(follower)
+        a_process_that_was_killed_is_replaced_and_sequences_go_on(follower)
+
+
+def test_of_a_hang_only_the_sequence_it_works_on_ends():
+    with running(hang_s=0.5) as follower:
+        follower.service.open(request(1, "fine"))
+        follower.service.open(request(2, "hang@1"))
+        follower.next(2)
+        follower.service.advance(2, 7)
+        follower.service.advance(1, 7)
+        events = follower.next(2)
+        assert [event.seq_id for event in events] == [1, 2]
+        assert events[0].mask is not None
+        assert events[0].num_output_tokens == 1
+        assert isinstance(events[1].error, InternalError)
+        assert "make the grammar simpler" in events[1].error.message
+
+
+def test_a_process_that_dies_twice_of_one_sequence_loses_it():
+    with running() as follower:
+        follower.service.open(request(1, "fine"))
+        follower.service.open(request(2, "die@1"))
+        follower.next(2)
+        follower.service.advance(1, 7)
+        follower.next()
+        follower.service.advance(2, 7)
+        (failed,) = [event for event in follower.next(3) if event.error is not None]
+        assert failed.seq_id == 2
+        assert isinstance(failed.error, InternalError)
+        follower.events.clear()
+        follower.service.advance(1, 7)
+        assert 2 in [event.num_output_tokens for event in follower.next(1)]
+
+
+def test_a_process_that_cannot_be_had_ends_sequences_with_an_error_to_retry():
+    with running("--die-at-once") as follower:
+        follower.service.open(request(1, "a"))
+        follower.service.open(request(2, "b"))
+        events = follower.next(2)
+        assert all(isinstance(event.error, ServiceError) and event.error.retryable for event in events)
+        # The next request tries again.
+        follower.service.open(request(3, "a"))
+        (event,) = follower.next()
+        assert isinstance(event.error, ServiceError)
+
+
+def test_nothing_is_started_before_it_is_needed():
+    with running() as follower:
+        assert follower.service.poll() == []
+        assert follower.service.poll_set() == []
+        assert follower.service.pid is None

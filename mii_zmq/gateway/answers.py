@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mii_zmq.gateway.reasoning import ReasoningSplitter
 from mii_zmq.gateway.tool_calls import ToolCallParser
@@ -21,9 +22,16 @@ SHORT_ID_CHARS = 9
 class ToolUse:
     """What a request lets the model call."""
 
-    names: frozenset[str]
+    tools: Mapping[str, dict[str, Any] | None]
+    """By name, in the request's order: the JSON schema of the arguments, None where the request does not say."""
     is_parallel: bool = True
     """False: calls behind the first are dropped."""
+    is_forced: bool = False
+    """The answer is calls and nothing else."""
+    is_named: bool = False
+    """One tool is forced by its name; `tools` holds that one."""
+    strict: frozenset[str] = frozenset()
+    """Those whose arguments have to follow their schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ class AnswerReader:
         self._splitter = ReasoningSplitter()
         self._format = tool_format
         self._is_parallel = tools is None or tools.is_parallel
-        self._parser = None if tools is None else ToolCallParser(tool_format, tools.names)
+        self._parser = None if tools is None else ToolCallParser(tool_format, tools.tools)
         self._request_id = request_id
         self.num_calls = 0
 

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from mii_zmq.gateway.field_rules import IGNORED, Honoured, Refused, Rule
+from mii_zmq.gateway.output_forms import JsonOutput, OutputConfig
+from mii_zmq.gateway.tool_choice import MessagesToolChoice
 
 
 class Block(msgspec.Struct):
@@ -38,12 +40,6 @@ class MessagesTool(msgspec.Struct):
     strict: bool | None = None
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     budget_tokens: int | None = None
@@ -61,7 +57,7 @@ MESSAGES_FIELDS: dict[str, Rule] = {
     "top_p": Honoured(float | None, "top_p"),
     "top_k": Honoured(int | None),
     "tools": Honoured(list[MessagesTool] | None),
-    "tool_choice": Honoured(ToolChoice | None),
+    "tool_choice": Honoured(MessagesToolChoice | None),
     "thinking": Honoured(Thinking | None),
     **dict.fromkeys(
         (
@@ -75,6 +71,6 @@ MESSAGES_FIELDS: dict[str, Rule] = {
     "compaction": Refused("conversations are not edited; send what the model shall see"),
     "thread": Refused("conversations are not stored; send the whole of it as messages"),
     "mcp_servers": Refused("this server calls no other servers", (b"[]",)),
-    "output_config": Refused("constrained output and the effort of an answer are not available", (b"{}",)),
-    "output_format": Refused("constrained output is not available"),
+    "output_config": Honoured(OutputConfig | None),
+    "output_format": Honoured(JsonOutput | None),
 }  # fmt: skip

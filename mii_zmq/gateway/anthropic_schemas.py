@@ -11,15 +11,16 @@ import msgspec
 
 from mii_zmq.config import MAX_MESSAGES
 from mii_zmq.errors import InvalidRequest
-from mii_zmq.gateway.anthropic_fields import MESSAGES_FIELDS, Block, Message, MessagesTool, Thinking, ToolChoice
+from mii_zmq.gateway.anthropic_fields import MESSAGES_FIELDS, Block, Message, MessagesTool, Thinking
 from mii_zmq.gateway.core_request import CoreRequest, chat_body, check_plain, checked_params, shared_params
 from mii_zmq.gateway.field_rules import apply_rules
 from mii_zmq.gateway.openai_messages import call_for_template
+from mii_zmq.gateway.output_forms import messages_demand
 from mii_zmq.gateway.request_body import Fields
+from mii_zmq.gateway.tool_choice import MessagesToolChoice, messages_choice
 from mii_zmq.gateway.tool_definitions import Tool, Tools, check_type, choose_tools
 
 _NAMES = {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}
-_CHOICES = {"auto": "auto", "none": "none", "any": "any", "tool": "tool"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ def parse_messages(fields: Fields) -> MessagesRequest:
         if name not in values:
             raise InvalidRequest(f"{name} is missing; {what}", param=name)
     messages = _messages(values)
-    tools = _tools(values, parsed.ignored)
+    tools = _tools(values)
     thinking: Thinking | None = values.get("thinking")
     variables = {} if thinking is None else {"enable_thinking": _is_thinking(thinking)}
     if thinking is not None and thinking.budget_tokens is not None:
@@ -47,13 +48,16 @@ def parse_messages(fields: Fields) -> MessagesRequest:
     )
     params = {"temperature": 1.0, "top_p": 1.0, **parsed.params(MESSAGES_FIELDS), **shared_params(values)}
     params |= {"max_new_tokens": values["max_tokens"], "skip_special_tokens": tools.use is None}
+    names = dict(_NAMES)
+    if (demand := messages_demand(values)) is not None:
+        params["structured_output"], names["structured_output"] = demand.grammar, demand.field
     return MessagesRequest(
         model=values["model"],
         prompts=[body],
-        params=checked_params(params, _NAMES),
+        params=checked_params(params, names),
         stream=values.get("stream", False),
         ignored=parsed.ignored,
-        names=_NAMES,
+        names=names,
         tools=tools.use,
         include_reasoning=thinking is None or (_is_thinking(thinking) and thinking.display != "omitted"),
     )
@@ -74,19 +78,15 @@ def _is_thinking(thinking: Thinking) -> bool:
     return thinking.type != "disabled"
 
 
-def _tools(values: dict[str, Any], ignored: list[str]) -> Tools:
+def _tools(values: dict[str, Any]) -> Tools:
     tools: Sequence[MessagesTool] = values.get("tools", ())
     found = []
     for index, tool in enumerate(tools):
         check_type(tool.type or "custom", "custom", f"tools[{index}]")
         found.append(Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict)))
-    if any(tool.is_strict for tool in found):
-        ignored.append("tools.strict")
-    choice: ToolChoice = values.get("tool_choice", ToolChoice("auto"))
-    if choice.type not in _CHOICES:
-        text = f"tool_choice.type is {choice.type[:40]!r}, allowed: {', '.join(_CHOICES)}"
-        raise InvalidRequest(text, param="tool_choice.type")
-    return choose_tools(found, choice.type, is_parallel=not choice.disable_parallel_tool_use)
+    choice: MessagesToolChoice | None = values.get("tool_choice")
+    is_parallel = choice is None or not choice.disable_parallel_tool_use
+    return choose_tools(found, messages_choice(choice), is_parallel=is_parallel)
 
 
 def _messages(values: dict[str, Any]) -> list[dict[str, Any]]:

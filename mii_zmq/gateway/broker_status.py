@@ -33,6 +33,10 @@ class GroupStatus:
     numbers: dict[str, float]
     tool_format: str | None = None
     """How its model writes tool calls."""
+    offers_grammars: bool = False
+    """It can hold an output to a grammar."""
+    reasons: bool = False
+    """Its chat template speaks of <think>: answers may begin with reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,15 @@ class DeploymentStatus:
     def tool_format(self) -> str | None:
         """How the model writes tool calls; None: nobody says."""
         return next((group.tool_format for group in self.groups if group.tool_format), None)
+
+    @property
+    def offers_grammars(self) -> bool:
+        """Some group can hold an output to a grammar."""
+        return any(group.offers_grammars for group in self.groups)
+
+    @property
+    def reasons(self) -> bool:
+        return any(group.reasons for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +113,21 @@ def _deployment(name: str, values: Mapping[str, Any]) -> DeploymentStatus:
     return DeploymentStatus(name, is_ready, _numbers(values), groups, Histogram.from_map(values.get("queue_time")))
 
 
+def offers_grammars(info: Mapping[str, Any]) -> bool:
+    """Whether a group can hold an output to a grammar, by what it says of itself in READY."""
+    return info.get("structured_output") is True
+
+
+def reasons(info: Mapping[str, Any]) -> bool:
+    """Whether a group's model may begin its answers with <think>, by what it says of itself in READY."""
+    return info.get("reasoning") is True
+
+
 def _group(values: Mapping[str, Any]) -> GroupStatus:
     max_model_len = values.get("max_model_len")
     info = values.get("info")
-    tool_format = info.get("tool_format") if isinstance(info, Mapping) else None
+    info = info if isinstance(info, Mapping) else {}
+    tool_format = info.get("tool_format")
     numbers = _numbers(values)
     numbers |= {ENGINE + name: number for name, number in _numbers(values.get("load")).items()}
     total_blocks = numbers.get(ENGINE + "total_blocks")
@@ -115,6 +139,8 @@ def _group(values: Mapping[str, Any]) -> GroupStatus:
         max_model_len if isinstance(max_model_len, int) else None,
         numbers,
         tool_format if isinstance(tool_format, str) else None,
+        offers_grammars(info),
+        reasons(info),
     )
 
 

@@ -147,7 +147,7 @@ class ChatAnswer(CompletionAnswer):
     def last(self, index: int, final: FinalBody) -> bytes:
         reader = self._readers[index]
         parts = self._parts(index, reader.finish())
-        return parts + self._event(index, {"delta": {}}, reader.finish_reason(final.finish_reason))
+        return parts + self._event(index, {"delta": {}}, self._reason(reader.finish_reason(final.finish_reason)))
 
     def _parts(self, index: int, parts: Sequence[Part], logprobs: bytes = b"") -> bytes:
         """`logprobs` go with the first text, or by themselves where there is none."""
@@ -167,7 +167,12 @@ class ChatAnswer(CompletionAnswer):
     def _choice(self, index: int, result: Completion) -> dict[str, Any]:
         answer = read_answer(self._readers[index], result.text, result.finish_reason)
         choice = {"message": self._message(answer), "logprobs": self._asked.logprobs.choice(result.logprobs)}
-        return {"index": index, **choice, "finish_reason": answer.finish_reason}
+        return {"index": index, **choice, "finish_reason": self._reason(answer.finish_reason)}
+
+    def _reason(self, reason: str) -> str:
+        """OpenAI says "stop" of a call of the tool that was named, "tool_calls" of all others."""
+        is_named = self._asked.tools is not None and self._asked.tools.is_named
+        return "stop" if is_named and reason == "tool_calls" else reason
 
     def _of_prompt(self, first: Completion) -> dict[str, Any]:
         return self._asked.logprobs.prompt(first.logprobs)

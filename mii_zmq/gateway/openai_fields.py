@@ -4,10 +4,14 @@ mean."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from mii_zmq.gateway.field_rules import IGNORED, Honoured, Refused, Rule
 from mii_zmq.gateway.openai_messages import ChatMessage
+from mii_zmq.gateway.output_forms import ResponseFormat, StructuredOutputs
+from mii_zmq.gateway.tool_choice import ChatToolChoice
 from mii_zmq.gateway.tool_definitions import ChatTool
 
 
@@ -19,7 +23,6 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _OLD_CALLS = "the old function calls are not available; send tools"
-NO_GRAMMAR = "constrained output is not available"
 NO_MEDIA = "this server handles text only"
 
 COMMON_FIELDS: dict[str, Rule] = {
@@ -57,11 +60,13 @@ COMMON_FIELDS: dict[str, Rule] = {
         ),
         IGNORED,
     ),
-    "response_format": Refused(NO_GRAMMAR, (b'{"type":"text"}',)),
-    "structured_outputs": Refused(NO_GRAMMAR, (b"{}",)),
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), Refused(NO_GRAMMAR)
-    ),
+    "response_format": Honoured(ResponseFormat | None),
+    "structured_outputs": Honoured(StructuredOutputs | None),
+    "guided_json": Honoured(dict[str, Any] | str | None),
+    "guided_regex": Honoured(str | None),
+    "guided_choice": Honoured(list[str] | None),
+    "guided_grammar": Honoured(str | None),
+    "structural_tag": Honoured(dict[str, Any] | str | None),
     "logits_processors": Refused("logits processors of a client are not run", (b"[]",)),
     "use_beam_search": Refused("beam search is not available", (b"false",)),
     "best_of": Refused("best_of is not available; use n and choose", (b"1",)),
@@ -86,7 +91,7 @@ CHAT_FIELDS: dict[str, Rule] = {
     "max_completion_tokens": Honoured(int | None),
     "add_generation_prompt": Honoured(bool | None),
     "tools": Honoured(list[ChatTool] | None),
-    "tool_choice": Honoured(str | dict[str, msgspec.Raw] | None),
+    "tool_choice": Honoured(str | ChatToolChoice | None),
     "parallel_tool_calls": Honoured(bool | None),
     "include_reasoning": Honoured(bool | None),
     "chat_template_kwargs": Honoured(dict[str, bool | int | float | str | None] | None),

@@ -25,7 +25,9 @@ from mii_zmq.gateway.generations import check_count
 from mii_zmq.gateway.logprob_bodies import LogprobView
 from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS, StreamOptions
 from mii_zmq.gateway.openai_messages import template_messages
+from mii_zmq.gateway.output_forms import openai_demand
 from mii_zmq.gateway.request_body import Fields
+from mii_zmq.gateway.tool_choice import chat_choice
 from mii_zmq.gateway.tool_definitions import Tools, choose_tools, read_chat_tools
 from mii_zmq.protocol import GenerateBody
 from mii_zmq.sampling_params import MAX_LOGPROBS
@@ -65,8 +67,6 @@ def parse_chat(fields: Fields) -> OpenAIRequest:
         is_continued=is_continued,
         add_generation_prompt=values.get("add_generation_prompt", not is_continued),
     )
-    if any(tool.function and tool.function.strict for tool in values.get("tools", ())):
-        parsed.ignored.append("tools.strict")
     checked_params({"max_new_tokens": values.get("max_tokens")}, {"max_new_tokens": "max_tokens"})  # used or not
     limit = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     return _request(parsed, CHAT_FIELDS, [body], limit, None, _chat_logprobs(values), tools)
@@ -82,10 +82,8 @@ def _chat_logprobs(values: dict[str, Any]) -> LogprobView:
 
 
 def _tools(values: dict[str, Any]) -> Tools:
-    if "tool_choice" in values and not values.get("tools") and values["tool_choice"] not in ("auto", "none"):
-        raise InvalidRequest("tool_choice names a tool, but there are no tools", param="tool_choice")
-    is_parallel = values.get("parallel_tool_calls", True)
-    return choose_tools(read_chat_tools(values.get("tools", ())), values.get("tool_choice"), is_parallel=is_parallel)
+    choice, is_parallel = chat_choice(values.get("tool_choice")), values.get("parallel_tool_calls", True)
+    return choose_tools(read_chat_tools(values.get("tools", ())), choice, is_parallel=is_parallel)
 
 
 def parse_completion(fields: Fields) -> OpenAIRequest:
@@ -139,6 +137,8 @@ def _request(
     if tools.use is not None:
         params["skip_special_tokens"] = False  # some models mark their calls with special tokens
     names = {**_NAMES, "max_new_tokens": limit}
+    if (demand := openai_demand(values)) is not None:
+        params["structured_output"], names["structured_output"] = demand.grammar, demand.field
     checked = checked_params(params, names)
     check_count(len(prompts), checked.n, "prompt")
     return OpenAIRequest(

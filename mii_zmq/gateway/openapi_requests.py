@@ -19,9 +19,11 @@ from mii_zmq.gateway.anthropic_fields import MESSAGES_FIELDS
 from mii_zmq.gateway.core_request import MAX_PRIORITY
 from mii_zmq.gateway.field_rules import IGNORED, Honoured, Ignored, Refused, Rule
 from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
+from mii_zmq.gateway.output_forms import TYPES
 from mii_zmq.gateway.responses_fields import RESPONSES_FIELDS
 from mii_zmq.gateway.rest import FIELD_KINDS
 from mii_zmq.gateway.token_api import DETOKENIZE_FIELDS
+from mii_zmq.gateway.tool_choice import MESSAGES_MODES
 from mii_zmq.sampling_params import IGNORED_FIELDS, MAX_LIST_ITEMS, MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOKENS
 
 REF = "#/components/schemas/{name}"
@@ -69,8 +71,16 @@ CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("Message", "role"): ("user", "assistant", "system"),
     ("MessageToolCall", "type"): ("function",),
     ("Thinking", "type"): ("enabled", "adaptive", "disabled"),
-    ("ToolChoice", "type"): ("auto", "none", "any", "tool"),
+    ("AllowedTools", "mode"): ("auto", "required"),
+    ("ChatToolChoice", "type"): ("function", "allowed_tools"),
+    ("ChosenTool", "type"): ("function",),
+    ("JsonOutput", "type"): ("json_schema",),
+    ("MessagesToolChoice", "type"): tuple(MESSAGES_MODES),
+    ("ResponseFormat", "type"): TYPES,
     ("ResponsesTool", "type"): ("function",),
+    ("ResponsesToolChoice", "type"): ("function", "allowed_tools"),
+    ("TextConfig", "verbosity"): ("medium",),
+    ("TextFormat", "type"): TYPES[:3],
 }
 """Fields of the tables' types that take only these words."""
 

@@ -192,7 +192,6 @@ class ResponsesAnswer:
             "reasoning": {"effort": None, "summary": None},
             "service_tier": None,
             "store": False,
-            "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": None if result is None else _usage(result),
             "user": None,

@@ -6,13 +6,15 @@ from __future__ import annotations
 import msgspec
 
 from mii_zmq.gateway.field_rules import IGNORED, Honoured, Refused, Rule
-from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMMON_FIELDS, NO_GRAMMAR
+from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMMON_FIELDS
 from mii_zmq.gateway.openai_messages import TextPart
+from mii_zmq.gateway.output_forms import TextConfig
+from mii_zmq.gateway.tool_choice import ResponsesToolChoice
 from mii_zmq.gateway.tool_definitions import ResponsesTool
 
 _NO_LOGPROBS = "log-probabilities are not available at this door"
 _NO_STORE = "responses are not stored; send the whole conversation as input"
-_ELSEWHERE = ("n", "max_tokens", "store", "response_format", "request_id", "structured_outputs")
+_ELSEWHERE = ("n", "max_tokens", "store", "response_format", "request_id")
 """Fields of completions that have no meaning, or another one, here."""
 
 
@@ -34,7 +36,7 @@ RESPONSES_FIELDS: dict[str, Rule] = {
     "instructions": Honoured(str | None),
     "max_output_tokens": Honoured(int | None),
     "tools": Honoured(list[ResponsesTool] | None),
-    "tool_choice": CHAT_FIELDS["tool_choice"],
+    "tool_choice": Honoured(str | ResponsesToolChoice | None),
     "parallel_tool_calls": Honoured(bool | None),
     "chat_template_kwargs": CHAT_FIELDS["chat_template_kwargs"],
     "include_reasoning": Honoured(bool | None),
@@ -46,8 +48,7 @@ RESPONSES_FIELDS: dict[str, Rule] = {
     "prompt": Refused("prompts are not stored; send input and instructions"),
     "background": Refused("responses are not stored, so none can be fetched later", (b"false",)),
     "include": Refused("nothing can be included", (b"[]", b'["reasoning.encrypted_content"]')),
-    "text": Refused(NO_GRAMMAR, (b"{}", b'{"format":{"type":"text"}}', b'{"verbosity":"medium"}')),
-    "structured_outputs": Refused(NO_GRAMMAR, (b"{}",)),
+    "text": Honoured(TextConfig | None),
     "truncation": Refused("prompts are never truncated; shorten it", (b'"disabled"',)),
     "reasoning": Refused("the effort of reasoning cannot be set", (b"{}",)),
     "top_logprobs": Refused(_NO_LOGPROBS, (b"0",)),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from mii_zmq.config import MAX_MESSAGES
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.gateway.core_request import (
@@ -19,8 +21,10 @@ from mii_zmq.gateway.core_request import (
 )
 from mii_zmq.gateway.field_rules import apply_rules
 from mii_zmq.gateway.openai_messages import TextPart, call_for_template, read_arguments
+from mii_zmq.gateway.output_forms import TextConfig, TextFormat, responses_demand
 from mii_zmq.gateway.request_body import Fields
 from mii_zmq.gateway.responses_fields import RESPONSES_FIELDS, InputItem
+from mii_zmq.gateway.tool_choice import responses_choice
 from mii_zmq.gateway.tool_definitions import ResponsesTool, choose_tools, read_responses_tools
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -44,10 +48,8 @@ def parse_responses(fields: Fields) -> ResponsesRequest:
     if not values.get("input"):
         raise InvalidRequest("input is missing or empty; send a string or a list of items", param="input")
     defined: Sequence[ResponsesTool] = values.get("tools", ())
-    choice = values.get("tool_choice")
-    tools = choose_tools(read_responses_tools(defined), choice, is_parallel=values.get("parallel_tool_calls", True))
-    if any(tool.strict for tool in defined):
-        parsed.ignored.append("tools.strict")
+    choice, is_parallel = responses_choice(values.get("tool_choice")), values.get("parallel_tool_calls", True)
+    tools = choose_tools(read_responses_tools(defined), choice, is_parallel=is_parallel)
     variables = check_plain(values.get("chat_template_kwargs", {}), "chat_template_kwargs")
     body = chat_body(_messages(values["input"], values.get("instructions")), tools.for_template, variables)
     params: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "skip_special_tokens": True}
@@ -55,26 +57,36 @@ def parse_responses(fields: Fields) -> ResponsesRequest:
     params["max_new_tokens"] = values.get("max_output_tokens")
     if tools.use is not None:
         params["skip_special_tokens"] = False
+    names = dict(_NAMES)
+    if (demand := responses_demand(values)) is not None:
+        params["structured_output"], names["structured_output"] = demand.grammar, demand.field
     return ResponsesRequest(
         model=values["model"],
         prompts=[body],
-        params=checked_params(params, _NAMES),
+        params=checked_params(params, names),
         stream=values.get("stream", False),
         priority=check_priority(values.get("priority", 0)),
         ignored=parsed.ignored,
-        names=_NAMES,
+        names=names,
         tools=tools.use,
         include_reasoning=values.get("include_reasoning", True),
         echoed={
             "instructions": values.get("instructions"),
             "max_output_tokens": values.get("max_output_tokens"),
-            "parallel_tool_calls": values.get("parallel_tool_calls", True),
+            "parallel_tool_calls": is_parallel,
             "temperature": params["temperature"],
-            "tool_choice": choice or "auto",
+            "text": _text_config(values.get("text")),
+            "tool_choice": values.get("tool_choice", "auto"),
             "tools": list(defined),
             "top_p": params["top_p"],
         },
     )
+
+
+def _text_config(given: TextConfig | None) -> dict[str, Any]:
+    """As OpenAI repeats it: with a format, and of that what was sent."""
+    asked = given.format if given is not None and given.format is not None else TextFormat("text")
+    return {"format": {name: value for name, value in msgspec.structs.asdict(asked).items() if value is not None}}
 
 
 def _messages(given: str | list[InputItem], instructions: str | None) -> list[dict[str, Any]]:

@@ -19,12 +19,14 @@ from aiohttp import web
 
 from mii_zmq.client import fan_out
 from mii_zmq.errors import InvalidRequest, MiiError
+from mii_zmq.gateway.constraints import check_compiler
 from mii_zmq.gateway.generations import build, check_count, collect, submitted
 from mii_zmq.gateway.http_errors import JSON
 from mii_zmq.gateway.logprob_bodies import LogprobView
 from mii_zmq.gateway.metrics import StreamClock
 from mii_zmq.gateway.middlewares import route_of
 from mii_zmq.gateway.request_body import Fields, decode_field, read_fields
+from mii_zmq.gateway.serving import find_deployment
 from mii_zmq.gateway.sse import DONE, encode, respond
 from mii_zmq.gateway.state import GATEWAY
 from mii_zmq.gateway.terms import terms_of
@@ -71,6 +73,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     clock = StreamClock(gateway.metrics, route_of(request))
     terms = terms_of(request)
     asked = parse(await read_fields(request))
+    if asked.params.structured_output is not None:
+        check_compiler(asked.params, await find_deployment(gateway, deployment))
     with (
         gateway.running(),
         submitted(gateway.client, deployment, asked.bodies(), terms, stream=asked.stream) as generations,

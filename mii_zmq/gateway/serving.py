@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from aiohttp import web
 
 from mii_zmq.errors import BrokerUnavailable, MiiError
+from mii_zmq.gateway.broker_status import DeploymentStatus
+from mii_zmq.gateway.constraints import constrain
 from mii_zmq.gateway.core_request import CoreRequest
 from mii_zmq.gateway.generations import build, collect, submitted
 from mii_zmq.gateway.http_errors import JSON
@@ -50,7 +52,11 @@ async def serve(
     asked = parse(await read_fields(request))
     if asked.priority:
         terms = replace(terms, priority=asked.priority)
-    tool_format = await _tool_format(gateway, asked)
+    tool_format = ANY
+    if asked.tools is not None or asked.params.structured_output is not None:
+        deployment = await find_deployment(gateway, asked.model)
+        tool_format = _tool_format(deployment)
+        asked = constrain(asked, deployment, tool_format)
     sent = submitted(gateway.client, asked.model, asked.bodies(), terms, stream=asked.stream)
     try:
         with gateway.running(), sent as generations:
@@ -64,13 +70,15 @@ async def serve(
         raise asked.rename(error) from None
 
 
-async def _tool_format(gateway: Gateway, asked: CoreRequest) -> ToolFormat:
-    """How the model writes tool calls, as its groups say; all known ways where they do not."""
-    if asked.tools is None:
-        return ANY
+async def find_deployment(gateway: Gateway, name: str) -> DeploymentStatus | None:
+    """What is known of a deployment; None where it or the broker is not there."""
     try:
         status = await gateway.status()
     except BrokerUnavailable:
-        return ANY  # sending the request says it better, and with several brokers may well work
-    deployment = status.deployments.get(asked.model)
+        return None  # sending the request says it better, and with several brokers may well work
+    return status.deployments.get(name)
+
+
+def _tool_format(deployment: DeploymentStatus | None) -> ToolFormat:
+    """How the model writes tool calls, as its groups say; all known ways where they do not."""
     return FORMATS.get(deployment.tool_format or "", ANY) if deployment is not None else ANY

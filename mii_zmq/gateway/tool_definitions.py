@@ -16,10 +16,10 @@ import msgspec
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.gateway.answers import ToolUse
 from mii_zmq.gateway.core_request import check_plain
+from mii_zmq.gateway.tool_choice import Choice
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-FORCED = "a forced call needs constrained output, which is not available; let the model decide ('auto') or send 'none'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,12 @@ def check_type(kind: str, allowed: str, where: str) -> None:
         raise InvalidRequest(text, param=f"{where}.type")
 
 
-def choose_tools(tools: Sequence[Tool], choice: Any, *, is_parallel: bool) -> Tools:
-    """`choice`: 'auto', 'none', or None where the request does not say.
+def choose_tools(tools: Sequence[Tool], choice: Choice, *, is_parallel: bool) -> Tools:
+    """What of the tools the choice leaves. The model is shown all of them where one is named, else those allowed.
 
     Raises:
-        InvalidRequest: a tool's name, or a choice that this server cannot honour.
+        InvalidRequest: a tool's name, or a choice among tools that there are not.
     """
-    if choice not in (None, "auto", "none"):
-        shown = repr(choice[:40]) if isinstance(choice, str) else "an object"
-        raise InvalidRequest(f"tool_choice is {shown}: {FORCED}", param="tool_choice")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools holds {len(tools)} tools; the limit is {MAX_TOOLS}", param="tools")
     names = set()
@@ -114,6 +111,27 @@ def choose_tools(tools: Sequence[Tool], choice: Any, *, is_parallel: bool) -> To
             raise InvalidRequest(f"tools[{index}] has the name {tool.name[:40]!r}; {why}", param=f"tools[{index}]")
         names.add(tool.name)
         check_plain(tool.parameters, f"tools[{index}]")
-    if not tools or choice == "none":
+    is_forced = choice.mode in ("required", "named")
+    if not tools and (is_forced or choice.names):
+        raise InvalidRequest(
+            "tool_choice names a tool or wants one called, but there are no tools", param="tool_choice"
+        )
+    for name in choice.names or ():
+        if name not in names:
+            raise InvalidRequest(
+                f"{choice.where} is or holds {name[:40]!r}, which is none of tools", param=choice.where
+            )
+    callable_ = [tool for tool in tools if choice.names is None or tool.name in choice.names]
+    if not callable_ and is_forced:
+        raise InvalidRequest(f"{choice.where} allows no tool, though one has to be called", param=choice.where)
+    if not callable_ or choice.mode == "none":
         return Tools()
-    return Tools([tool.for_template() for tool in tools], ToolUse(frozenset(names), is_parallel))
+    use = ToolUse(
+        {tool.name: tool.parameters for tool in callable_},
+        is_parallel=is_parallel and choice.mode != "named",
+        is_forced=is_forced,
+        is_named=choice.mode == "named",
+        strict=frozenset(tool.name for tool in callable_ if tool.is_strict),
+    )
+    shown = tools if choice.mode == "named" else callable_
+    return Tools([tool.for_template() for tool in shown], use)

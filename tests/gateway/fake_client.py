@@ -132,6 +132,8 @@ class FakeClient:
         self.is_closed = False
         self.has_broker = True
         self.tool_format: str | None = None
+        self.offers_grammars = True
+        self.reasons = False
         self._new: asyncio.Queue[FakeGeneration] = asyncio.Queue()
 
     async def connect(self, timeout_s: float = 10.0) -> None:
@@ -174,7 +176,12 @@ class FakeClient:
             "max_model_len": 2048,
             "heartbeat_age_ms": 100,
             "load": load,
-            "info": {"pid": 1, "tool_format": self.tool_format},
+            "info": {
+                "pid": 1,
+                "tool_format": self.tool_format,
+                "structured_output": self.offers_grammars,
+                "reasoning": self.reasons,
+            },
         }
         return {
             "epoch": bytes(16),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mii_zmq.gateway.answers import Answer, AnswerReader, ToolUse, read_answer
 from mii_zmq.gateway.tool_formats import FORMATS
 
-TOOLS = ToolUse(frozenset({"f"}))
+TOOLS = ToolUse({"f": None})
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
@@ -70,7 +70,7 @@ def test_a_call_in_reasoning_is_reasoning() -> None:
 
 
 def test_calls_behind_the_first_can_be_dropped() -> None:
-    answer = read_answer(reader(ToolUse(frozenset({"f"}), is_parallel=False)), CALL + CALL, "stop")
+    answer = read_answer(reader(ToolUse({"f": None}, is_parallel=False)), CALL + CALL, "stop")
     assert len(answer.calls) == 1
 
 

@@ -222,8 +222,9 @@ def one(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
         ({"messages": CHAT["messages"] * 5000}, "messages"),  # type: ignore[operator]
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
-        ({**TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
-        ({**TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({**TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
+        ({**TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({**TOOLS, "tool_choice": {"type": "perhaps"}}, "tool_choice.type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f", "input_schema": {"a": 2**80}}]}, "tools[0]"),

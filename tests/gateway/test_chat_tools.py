@@ -147,9 +147,36 @@ def test_choices_of_tools() -> None:
     assert not asked.tools.is_parallel
     strict = {"type": "function", "function": {"name": "g", "strict": True}}
     asked = parse({"tools": [strict]})
-    assert asked.ignored == ["tools.strict"]
+    assert asked.tools is not None
+    assert asked.tools.strict == {"g"}
     parameters = {"type": "object", "properties": {}}
     assert asked.bodies()[0].tools == [{"type": "function", "function": {"name": "g", "parameters": parameters}}]
+
+
+def named(name: str, kind: str = "function") -> dict[str, Any]:
+    return {"type": kind, "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str, kind: str = "function") -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name, kind) for name in names]}}
+
+
+def test_forced_and_allowed_tools() -> None:
+    tools = [*TOOLS["tools"], {"type": "function", "function": {"name": "g"}}]  # type: ignore[misc]
+    expected = [
+        ("required", True, False, ["f", "g"], ["f", "g"]),
+        (named("g"), True, True, ["g"], ["f", "g"]),
+        (allowed("auto", "g"), False, False, ["g"], ["g"]),
+        (allowed("required", "g", "f"), True, False, ["f", "g"], ["f", "g"]),
+    ]
+    for choice, is_forced, is_named, callable_, shown in expected:
+        asked = parse({"tools": tools, "tool_choice": choice})
+        assert asked.tools is not None
+        assert (asked.tools.is_forced, asked.tools.is_named) == (is_forced, is_named)
+        assert list(asked.tools.tools) == callable_
+        assert [tool["function"]["name"] for tool in asked.bodies()[0].tools or ()] == shown
+        assert asked.tools.is_parallel != is_named
+    assert parse({"tools": tools, "tool_choice": allowed("auto")}).bodies()[0].tools is None
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -163,9 +190,17 @@ def call_with(arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({**TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({**TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({**TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
+        ({"tool_choice": named("f")}, "tool_choice"),
+        ({**TOOLS, "tool_choice": named("g")}, "tool_choice.function.name"),
+        ({**TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({**TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({**TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice"),
+        ({**TOOLS, "tool_choice": allowed("perhaps", "f")}, "tool_choice.allowed_tools.mode"),
+        ({**TOOLS, "tool_choice": allowed("auto", "g")}, "tool_choice.allowed_tools.tools"),
+        ({**TOOLS, "tool_choice": allowed("required")}, "tool_choice.allowed_tools.tools"),
+        ({**TOOLS, "tool_choice": allowed("auto", "f", kind="mcp")}, "tool_choice.allowed_tools.tools[0]"),
         ({"tool_choice": 5}, "tool_choice"),
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

@@ -136,7 +136,7 @@ def test_options_are_translated() -> None:
     assert parse({}).params.skip_special_tokens
     assert asked.tools is not None
     assert not asked.tools.is_parallel
-    assert asked.ignored == ["tools.strict"]
+    assert asked.tools.strict == {"f"}
     assert parse({**TOOLS, "tool_choice": "none"}).bodies()[0].tools is None
 
 
@@ -162,6 +162,16 @@ def test_every_field_of_the_table() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({**TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({**TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({**TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        (
+            {
+                **TOOLS,
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]},
+            },
+            "tool_choice.tools",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),

@@ -32,7 +32,7 @@ class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A tool by its name; chats have it in `function`, Responses beside the type."""
 
     type: str
@@ -53,8 +53,8 @@ class ChatToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     allowed_tools: AllowedTools | None = None
 
 
-class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """Of Responses, where it is no word."""
+class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Of Responses, where it is no word; an answer repeats it as it came."""
 
     type: str
     name: str | None = None

@@ -75,6 +75,41 @@ BAD_FIELDS = [
     ("prompts", "[" * 100_000 + "]" * 100_000), ("prompts", "[" * 100_000), ("temperature", "[" * 100_000),
 ]  # fmt: skip
 
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+BAD_FORMS = {
+    "/mii/fake": [
+        ("structured_output", '"json"'), ("structured_output", "{}"), ("structured_output", '{"kind":"xml"}'),
+        ("structured_output", '{"kind":"regex","value":"a","more":1}'), ("structured_output", DEEP),
+        ("structured_output", '{"kind":"json_schema","value":"{"}'), ("structured_output", '{"kind":"regex"}'),
+        ("structured_output", json.dumps({"kind": "regex", "value": "a" * 70_000})),
+        ("structured_output", json.dumps({"kind": "json_schema", "value": "[" * 60_000})),
+    ],
+    "/v1/completions": [
+        ("response_format", "[]"), ("response_format", '{"type":"yaml"}'), ("response_format", DEEP),
+        ("response_format", '{"type":"json_object","strict":true}'), ("guided_choice", "[]"), ("guided_choice", '"a"'),
+        ("guided_regex", "5"), ("guided_json", '"{"'), ("guided_json", json.dumps("[" * 60_000)),
+        ("structural_tag", '"["'), ("structural_tag", DEEP), ("structured_outputs", '{"xml":1}'),
+        ("structured_outputs", '{"regex":"a","grammar":"b"}'), ("structured_outputs", DEEP),
+        ("structured_outputs", json.dumps({"structural_tag": '{"type":' * 10_000})),
+    ],
+    "/v1/chat/completions": [
+        ("response_format", '{"type":"json_schema","json_schema":{"name":"a"}}'), ("response_format", '{"type":null}'),
+        ("response_format", '{"json_schema":{"schema":' + DEEP + ',"name":"a"},"type":"json_schema"}'),
+        ("tool_choice", '"required"'), ("tool_choice", '{"type":"function"}'), ("tool_choice", DEEP),
+        ("tool_choice", '{"type":"function","function":{"name":"f"}}'),
+    ],
+    "/v1/responses": [
+        ("text", "[]"), ("text", '{"format":{"type":"json_schema"}}'), ("text", '{"format":{"type":"x"}}'),
+        ("text", '{"verbosity":"low"}'), ("text", '{"format":' + DEEP + "}"), ("tool_choice", '"required"'),
+    ],
+    "/v1/messages": [
+        ("output_config", "[]"), ("output_config", '{"effort":"max"}'), ("output_config", '{"format":{"type":"x"}}'),
+        ("output_config", '{"format":' + DEEP + "}"), ("output_format", '{"type":"json_schema"}'),
+        ("tool_choice", '{"type":"any"}'), ("tool_choice", '"any"'), ("tool_choice", '{"type":"tool"}'),
+    ],
+}  # fmt: skip
+"""By path: forms of an answer that cannot be, each the API's own."""
+
 MALFORMED = [
     b"", b"{", b"null", b"[]", b'"x"', b"5", b"{}", b"{'a':1}", b'{"prompts":"a"} x', b"\x00", b"\xff\xfe{\x00}\x00",
     b"\xef\xbb\xbf" + b'{"prompts":"a"}', b'{"prompts":"\xff\xfe"}', b'{"prompts":"\xed\xa0\x80"}',
@@ -107,7 +142,7 @@ async def check_refusal(response: aiohttp.ClientResponse, door: Door, status: in
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
 async def test_bad_fields_are_refused_by_name(door: Door, http: aiohttp.ClientSession, broker: FakeClient) -> None:
     headers = {"Content-Type": "application/json"}
-    for field, value in BAD_FIELDS:
+    for field, value in (*BAD_FIELDS, *BAD_FORMS[door.path]):
         start = time.process_time()
         async with http.post(door.path, data=door.body(field, value), headers=headers) as response:
             error = await check_refusal(response, door, 400)

@@ -17,6 +17,7 @@ from mii_zmq.gateway.responses_fields import RESPONSES_FIELDS
 from tests.gateway.fake_client import FakeClient, FakeGeneration
 
 openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
 anthropic = pytest.importorskip("anthropic")
 
 pytestmark = [
@@ -112,6 +113,93 @@ async def test_messages_with_a_tool(anthropic_client: Any) -> None:
     messages += [{"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
     whole = await anthropic_client.messages.create(messages=messages, **asked)
     assert whole.content[0].text == "It is sunny."
+
+
+class City(pydantic.BaseModel):
+    """What an answer or a call's arguments shall be."""
+
+    city: str
+    inhabitants: int | None = None
+
+
+def constrained(generation: FakeGeneration) -> None:
+    """Says what the grammar of its request wants, of which it knows two kinds: a schema of cities, or calls."""
+    form = generation.body.params["structured_output"]
+    text = '{"city": "Zürich", "inhabitants": 436332}'
+    if form["kind"] == "structural_tag":
+        [tag] = json.loads(form["value"])["format"]["tags"]
+        schema = tag["content"]["json_schema"]
+        text = f"{tag['begin']}{text}{tag['end']}"
+    else:
+        schema = json.loads(form["value"])
+    assert list(schema["properties"]) == ["city", "inhabitants"]
+    generation.push(*(text[at : at + 4] for at in range(0, len(text), 4)))
+    generation.finish("stop")
+
+
+ZURICH = City(city="Zürich", inhabitants=436332)
+
+
+async def test_chat_answers_are_parsed(openai_client: Any, broker: FakeClient) -> None:
+    broker.answer, broker.tool_format = constrained, "hermes"
+    asked: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "The largest?"}]}
+    whole = await openai_client.chat.completions.parse(response_format=City, **asked)
+    assert whole.choices[0].message.parsed == ZURICH
+    async with openai_client.chat.completions.stream(response_format=City, **asked) as stream:
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.parsed == ZURICH
+    tools = [openai.pydantic_function_tool(City)]
+    for choice, reason in (
+        ("required", "tool_calls"),
+        ({"type": "function", "function": {"name": "City"}}, "stop"),
+    ):
+        whole = await openai_client.chat.completions.parse(
+            tools=tools, tool_choice=choice, parallel_tool_calls=False, **asked
+        )
+        assert whole.choices[0].finish_reason == reason
+        assert whole.choices[0].message.tool_calls[0].function.parsed_arguments == ZURICH
+    extra = {"structured_outputs": {"json": City.model_json_schema()}}
+    whole = await openai_client.completions.create(model="fake", prompt="x", extra_body=extra)
+    assert City.model_validate_json(whole.choices[0].text) == ZURICH
+    with pytest.raises(
+        openai.BadRequestError, match="guided_regex and response_format|response_format and guided_regex"
+    ):
+        await openai_client.chat.completions.parse(response_format=City, extra_body={"guided_regex": "a"}, **asked)
+
+
+async def test_responses_are_parsed(openai_client: Any, broker: FakeClient) -> None:
+    broker.answer, broker.tool_format = constrained, "hermes"
+    whole = await openai_client.responses.parse(model="fake", input="The largest?", text_format=City)
+    assert whole.output_parsed == ZURICH
+    assert whole.text.format.name == "City"
+    async with openai_client.responses.stream(model="fake", input="The largest?", text_format=City) as stream:
+        final = await stream.get_final_response()
+    assert final.output_parsed == ZURICH
+    whole = await openai_client.responses.parse(
+        model="fake",
+        input="The largest?",
+        tools=[openai.pydantic_function_tool(City)],
+        tool_choice={"type": "function", "name": "City"},
+    )
+    assert whole.output[0].parsed_arguments == ZURICH
+    assert whole.tool_choice.name == "City"
+
+
+async def test_messages_are_parsed(anthropic_client: Any, broker: FakeClient) -> None:
+    broker.answer, broker.tool_format = constrained, "hermes"
+    asked: dict[str, Any] = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": "Largest?"}]}
+    whole = await anthropic_client.messages.parse(output_format=City, **asked)
+    assert whole.parsed_output == ZURICH
+    async with anthropic_client.messages.stream(output_format=City, **asked) as stream:
+        final = await stream.get_final_message()
+    assert final.parsed_output == ZURICH
+    tools = [{"name": "City", "input_schema": City.model_json_schema(), "strict": True}]
+    for choice in (
+        {"type": "any", "disable_parallel_tool_use": True},
+        {"type": "tool", "name": "City"},
+    ):
+        whole = await anthropic_client.messages.create(tools=tools, tool_choice=choice, **asked)
+        assert (whole.stop_reason, whole.content[0].input) == ("tool_use", ZURICH.model_dump())
 
 
 async def test_errors_arrive_as_the_package_expects(anthropic_client: Any) -> None:

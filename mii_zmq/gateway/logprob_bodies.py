@@ -72,12 +72,15 @@ class ChatWriter:
 
     def write(self, data: bytes) -> dict[str, Any]:
         records = [record for record in decode_records(data) if not record.is_prompt]
+        return {"content": self.entries(records), "refusal": None}
+
+    def entries(self, records: Sequence[Record]) -> list[dict[str, Any]]:
+        """One per token, which OpenAI's Responses write in the same form."""
         num_top = self._view.num_top or 0
-        content = [
+        return [
             {**self._entry(record.chosen), "top_logprobs": [self._entry(entry) for entry in record.top[:num_top]]}
             for record in records
         ]
-        return {"content": content, "refusal": None}
 
     def _entry(self, entry: Entry) -> dict[str, Any]:
         return {

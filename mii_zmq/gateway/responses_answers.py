@@ -14,8 +14,11 @@ import msgspec
 
 from mii_zmq.gateway.answers import AnswerReader, Call, Part
 from mii_zmq.gateway.http_errors import openai_error
+from mii_zmq.gateway.logprob_bodies import ChatWriter
+from mii_zmq.gateway.message_logprobs import MessageRecords
 from mii_zmq.gateway.sse import encode
 from mii_zmq.gateway.tool_formats import ToolFormat
+from mii_zmq.logprobs import Record, decode_records
 
 if TYPE_CHECKING:
     from mii_zmq.client import Completion, Generation
@@ -37,11 +40,16 @@ class ItemWriter:
         self._kind: str | None = None
         """Of the item that is open: message or reasoning."""
         self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the tokens of the message that is open."""
+        self._waiting: list[dict[str, Any]] = []
         self.items: list[dict[str, Any]] = []
         """Those that are closed."""
 
-    def write(self, parts: Iterable[Part]) -> list[Event]:
+    def write(self, parts: Iterable[Part], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+        """`logprobs`, of the message's tokens, wait for its first text, and go with it or by themselves then."""
         events: list[Event] = []
+        self._waiting += logprobs
         for part in parts:
             if isinstance(part, Call):
                 events += [*self.close(), *self._function_call(part)]
@@ -49,7 +57,8 @@ class ItemWriter:
                 events += self._some("message", part)
             elif self._include_reasoning:
                 events += self._some("reasoning", part.text)
-        return events
+        is_open = self._kind == "message"
+        return [*events, *self._some("message", "")] if self._waiting and is_open else events
 
     def close(self, status: str = "completed") -> list[Event]:
         """End the item that is open."""
@@ -62,14 +71,14 @@ class ItemWriter:
         place = self._place(content_index=0)
         done: Event = {"type": f"response.{name}.done", **place, "text": text}
         if kind == "message":
-            done["logprobs"] = []
+            done["logprobs"] = part["logprobs"]
         events = [
             done,
             {"type": "response.content_part.done", **place, "part": part},
             {"type": "response.output_item.done", "output_index": len(self.items), "item": item},
         ]
         self.items.append(item)
-        self._kind, self._texts = None, []
+        self._kind, self._texts, self._logprobs = None, [], []
         return events
 
     def _some(self, kind: str, text: str) -> list[Event]:
@@ -83,7 +92,8 @@ class ItemWriter:
         self._texts.append(text)
         delta: Event = {"type": f"response.{_PARTS[kind]}.delta", **self._place(content_index=0), "delta": text}
         if kind == "message":
-            delta["logprobs"] = []
+            delta["logprobs"], self._waiting = self._waiting, []
+            self._logprobs += delta["logprobs"]
         return [*events, delta]
 
     def _function_call(self, call: Call) -> list[Event]:
@@ -115,7 +125,7 @@ class ItemWriter:
 
     def _part(self, kind: str, text: str) -> dict[str, Any]:
         part: dict[str, Any] = {"type": _PARTS[kind], "text": text}
-        return {**part, "annotations": [], "logprobs": []} if kind == "message" else part
+        return {**part, "annotations": [], "logprobs": list(self._logprobs)} if kind == "message" else part
 
     def _place(self, **more: int) -> dict[str, Any]:
         item_id = self._item_id(_PREFIXES[self._kind or "message"])
@@ -135,11 +145,12 @@ class ResponsesAnswer:
         self._created = int(time.time())
         self._reader = AnswerReader(asked.tools, tool_format, request_id)
         self._writer = ItemWriter(self._id, asked.include_reasoning)
+        self._records = MessageRecords()
         self._num_events = 0
 
     def body(self, results: Sequence[Completion]) -> bytes:
         """The answer to a request that was not streamed."""
-        self._writer.write(self._reader.push(results[0].text))
+        self._push(results[0].text, results[0].logprobs)
         self._finish(results[0])
         return encode(self._response(results[0]))
 
@@ -149,7 +160,7 @@ class ResponsesAnswer:
         return self._events([{"type": kind, "response": response} for kind in kinds])
 
     def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
-        return self._events(self._writer.write(self._reader.push(msgspec.json.decode(text))))
+        return self._events(self._push(msgspec.json.decode(text), logprobs))
 
     def last(self, index: int, final: FinalBody) -> bytes:
         return self._events(self._finish(final))
@@ -165,9 +176,16 @@ class ResponsesAnswer:
         response |= {"status": "failed", "error": {"code": code, "message": described["message"]}}
         return self._events([{"type": "response.failed", "response": response}])
 
+    def _push(self, text: str, logprobs: bytes) -> list[Event]:
+        records = self._records.push(text, decode_records(logprobs)) if self._asked.logprobs.num_top is not None else ()
+        return self._writer.write(self._reader.push(text), self._entries(records))
+
+    def _entries(self, records: Sequence[Record]) -> list[dict[str, Any]]:
+        return ChatWriter(self._asked.logprobs).entries(records)
+
     def _finish(self, result: Completion | FinalBody) -> list[Event]:
         """The events of what is left; an answer without anything has one empty message."""
-        events = self._writer.write(self._reader.finish())
+        events = self._writer.write(self._reader.finish(), self._entries(self._records.finish()))
         events += self._writer.close("incomplete" if result.finish_reason == "length" else "completed")
         if not self._writer.items:
             events += [*self._writer.write([""]), *self._writer.close()]

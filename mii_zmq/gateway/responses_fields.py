@@ -12,7 +12,6 @@ from mii_zmq.gateway.output_forms import TextConfig
 from mii_zmq.gateway.tool_choice import ResponsesToolChoice
 from mii_zmq.gateway.tool_definitions import ResponsesTool
 
-_NO_LOGPROBS = "log-probabilities are not available at this door"
 _NO_STORE = "responses are not stored; send the whole conversation as input"
 _ELSEWHERE = ("n", "max_tokens", "store", "response_format", "request_id")
 """Fields of completions that have no meaning, or another one, here."""
@@ -47,13 +46,12 @@ RESPONSES_FIELDS: dict[str, Rule] = {
     "conversation": Refused(_NO_STORE),
     "prompt": Refused("prompts are not stored; send input and instructions"),
     "background": Refused("responses are not stored, so none can be fetched later", (b"false",)),
-    "include": Refused("nothing can be included", (b"[]", b'["reasoning.encrypted_content"]')),
+    "include": Honoured(list[str] | None),
     "text": Honoured(TextConfig | None),
     "truncation": Refused("prompts are never truncated; shorten it", (b'"disabled"',)),
     "reasoning": Refused("the effort of reasoning cannot be set", (b"{}",)),
-    "top_logprobs": Refused(_NO_LOGPROBS, (b"0",)),
-    "prompt_logprobs": Refused(_NO_LOGPROBS),
-    "return_tokens_as_token_ids": IGNORED,
+    "top_logprobs": Honoured(int | None),
+    "prompt_logprobs": Refused("log-probabilities of a prompt are not available at this door"),
     "max_tool_calls": Refused("tools of this server there are none, and the client runs its own"),
     "context_management": Refused("conversations are not edited; send what the model shall see", (b"[]",)),
     "moderation": CHAT_FIELDS["moderation"],

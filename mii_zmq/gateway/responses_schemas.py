@@ -20,14 +20,19 @@ from mii_zmq.gateway.core_request import (
     shared_params,
 )
 from mii_zmq.gateway.field_rules import apply_rules
+from mii_zmq.gateway.logprob_bodies import LogprobView
 from mii_zmq.gateway.openai_messages import TextPart, call_for_template, read_arguments
 from mii_zmq.gateway.output_forms import TextConfig, TextFormat, responses_demand
 from mii_zmq.gateway.request_body import Fields
 from mii_zmq.gateway.responses_fields import RESPONSES_FIELDS, InputItem
 from mii_zmq.gateway.tool_choice import responses_choice
 from mii_zmq.gateway.tool_definitions import ResponsesTool, choose_tools, read_responses_tools
+from mii_zmq.sampling_params import MAX_LOGPROBS
 
 ROLES = ("system", "developer", "user", "assistant")
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+"""The second one changes nothing: reasoning is never encrypted."""
 TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text")
 _NAMES = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_output_tokens", "messages": "input"}
 
@@ -35,6 +40,7 @@ _NAMES = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_output_tokens",
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(CoreRequest):
     include_reasoning: bool
+    logprobs: LogprobView
     echoed: dict[str, Any]
     """Fields of the request that the response repeats."""
 
@@ -54,7 +60,8 @@ def parse_responses(fields: Fields) -> ResponsesRequest:
     body = chat_body(_messages(values["input"], values.get("instructions")), tools.for_template, variables)
     params: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "skip_special_tokens": True}
     params |= {**parsed.params(RESPONSES_FIELDS), **shared_params(values)}
-    params["max_new_tokens"] = values.get("max_output_tokens")
+    view = _logprobs(values, has_tools=tools.use is not None)
+    params |= {"max_new_tokens": values.get("max_output_tokens"), **view.params()}
     if tools.use is not None:
         params["skip_special_tokens"] = False
     names = dict(_NAMES)
@@ -70,6 +77,7 @@ def parse_responses(fields: Fields) -> ResponsesRequest:
         names=names,
         tools=tools.use,
         include_reasoning=values.get("include_reasoning", True),
+        logprobs=view,
         echoed={
             "instructions": values.get("instructions"),
             "max_output_tokens": values.get("max_output_tokens"),
@@ -78,9 +86,29 @@ def parse_responses(fields: Fields) -> ResponsesRequest:
             "text": _text_config(values.get("text")),
             "tool_choice": values.get("tool_choice", "auto"),
             "tools": list(defined),
+            "top_logprobs": view.num_top or 0,
             "top_p": params["top_p"],
         },
     )
+
+
+def _logprobs(values: dict[str, Any], *, has_tools: bool) -> LogprobView:
+    included, num_top = values.get("include", ()), values.get("top_logprobs", 0)
+    for name in included:
+        if name not in INCLUDABLE:
+            text = f"include holds {name[:60]!r}, which cannot be included; allowed: {', '.join(INCLUDABLE)}"
+            raise InvalidRequest(text, param="include")
+    if not 0 <= num_top <= MAX_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs is {num_top}, allowed: 0 to {MAX_LOGPROBS}", param="top_logprobs")
+    if LOGPROBS not in included:
+        if num_top:
+            raise InvalidRequest(f"top_logprobs is for requests that include {LOGPROBS!r}", param="top_logprobs")
+        return LogprobView(is_chat=True, num_top=None)
+    if has_tools:
+        # Which tokens are a message's is certain only where no text can turn out to be a call.
+        text = f"include: {LOGPROBS!r} is not available together with tools; chat completions have it"
+        raise InvalidRequest(text, param="include")
+    return LogprobView(is_chat=True, num_top=num_top, by_id=values.get("return_tokens_as_token_ids", False))
 
 
 def _text_config(given: TextConfig | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import zip_longest
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from mii_zmq.gateway.field_rules import Ignored, Refused
 from mii_zmq.gateway.request_body import split_fields
 from mii_zmq.gateway.responses_fields import RESPONSES_FIELDS
 from mii_zmq.gateway.responses_schemas import ResponsesRequest, parse_responses
+from mii_zmq.logprobs import encode_record
 from tests.gateway.fake_client import FakeClient, FakeGeneration
 from tests.gateway.reading import post, read_named_events
 
@@ -160,6 +162,10 @@ def test_every_field_of_the_table() -> None:
         ({"input": [{"role": "user", "content": "x"}] * 5000}, "input"),
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({**TOOLS, "include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({**TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
@@ -189,6 +195,72 @@ def test_what_cannot_be_honoured_is_refused_by_place(fields: dict[str, Any], par
         parse(fields)
     assert caught.value.param == param
     assert param in caught.value.message
+
+
+def record(text: str, token_id: int = 1) -> bytes:
+    """Of a token, with a more probable one beside it."""
+    entries = [(token_id, 2, -1.5, text.encode()), (9, 1, -0.25, b"x"), (8, 2, -1.5, text.encode())]
+    return encode_record(False, entries)
+
+
+def measured(broker: FakeClient, texts: list[str], tokens: list[str]) -> None:
+    """Says texts beside the records of tokens, which need not be the same."""
+
+    def answer(generation: FakeGeneration) -> None:
+        for text, token in zip_longest(texts, tokens):
+            generation.push(text or "", logprobs=b"" if token is None else record(token))
+        generation.finish("stop")
+
+    broker.answer = answer
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "top_logprobs": 1}
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokens", "shown"),
+    [
+        (["Hel", "lo", ""], ["Hel", "lo", "<eos>"], ["Hel", "lo", "<eos>"]),
+        # The text of the first tokens is held back, by a stop string or an incomplete character.
+        (["", "", "Hello"], ["Hel", "lo", "<eos>"], ["Hel", "lo", "<eos>"]),
+        (["<thi", "s>"], ["<thi", "s>"], ["<thi", "s>"]),
+        (["<", ""], ["<", "<eos>"], ["<", "<eos>"]),
+        ([""], ["<eos>"], ["<eos>"]),
+        (["<thi", "nk>hm</think", ">\n", "\nyes"], ["<thi", "nk>hm</think", ">\n", "\nyes", "!"], ["\nyes", "!"]),
+        # The chat template has opened the block.
+        (["<think>\nhm", "</think>", "yes"], ["hm", "</think>", "yes"], ["yes"]),
+        (["<think>\n", "", "", "hm</think>yes"], ["hm", "</think>", "yes"], ["yes"]),
+        (["<think>\nhm", ""], ["hm", "<eos>"], []),
+    ],
+)  # fmt: skip
+async def test_log_probabilities_of_the_message(
+    http: aiohttp.ClientSession, broker: FakeClient, texts: list[str], tokens: list[str], shown: list[str]
+) -> None:
+    measured(broker, texts, tokens)
+    _, body = await post(http, PATH, {**ASK, **LOGPROBS})
+    messages = [item for item in body["output"] if item["type"] == "message"]
+    entries = messages[0]["content"][0]["logprobs"] if messages else []
+    assert [entry["token"] for entry in entries] == shown
+    for entry in entries:
+        assert (entry["logprob"], entry["bytes"]) == (-1.5, list(entry["token"].encode()))
+        assert entry["top_logprobs"] == [{"token": "x", "logprob": -0.25, "bytes": [120]}]
+    assert body["top_logprobs"] == 1
+    async with http.post(PATH, json={**ASK, **LOGPROBS, "stream": True}) as response:
+        events = await read_named_events(response)
+    assert strip(events[-1]["response"]["output"]) == strip(body["output"])
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert [entry for delta in deltas for entry in delta] == entries
+    assert [event["logprobs"] for event in events if event["type"] == "response.output_text.done"] == [entries] * len(
+        messages
+    )
+    added = [event["part"] for event in events if event["type"] == "response.content_part.added"]
+    assert all(part.get("logprobs", []) == [] for part in added)
+
+
+def test_what_is_asked_of_the_engine_for_log_probabilities() -> None:
+    assert parse({"include": LOGPROBS["include"]}).params.logprobs == 0
+    assert parse(LOGPROBS).params.logprobs == 1
+    assert parse({"include": ["reasoning.encrypted_content"], "top_logprobs": 0}).params.logprobs is None
 
 
 async def test_errors(http: aiohttp.ClientSession, broker: FakeClient) -> None:

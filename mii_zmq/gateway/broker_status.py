@@ -114,8 +114,8 @@ def _deployment(name: str, values: Mapping[str, Any]) -> DeploymentStatus:
 
 
 def offers_grammars(info: Mapping[str, Any]) -> bool:
-    """Whether a group can hold an output to a grammar, by what it says of itself in READY."""
-    return info.get("structured_output") is True
+    """Whether a group can hold an output to a grammar: READY lists the kinds that it takes, none without a compiler."""
+    return bool(info.get("structured_output"))
 
 
 def reasons(info: Mapping[str, Any]) -> bool:

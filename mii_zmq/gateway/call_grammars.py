@@ -16,6 +16,8 @@ from mii_zmq.gateway.reasoning import CLOSING, OPENING
 
 Format = dict[str, Any]
 
+MAX_SPACES = 12
+"""Between two marks of JSON: a line's end and an indentation, not pages of nothing."""
 _OBJECT: Format = {"type": "object"}
 _APPLICATORS = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Keywords that say of a schema, somehow, what values it takes."""
@@ -60,7 +62,7 @@ def const(text: str) -> Format:
 
 
 def schema_format(schema: Any) -> Format:
-    return {"type": "json_schema", "json_schema": schema}
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_SPACES}
 
 
 Schemas = Mapping[str, Any]

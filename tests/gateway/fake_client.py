@@ -179,7 +179,7 @@ class FakeClient:
             "info": {
                 "pid": 1,
                 "tool_format": self.tool_format,
-                "structured_output": self.offers_grammars,
+                "structured_output": ["json_schema", "structural_tag"] if self.offers_grammars else [],
                 "reasoning": self.reasons,
             },
         }

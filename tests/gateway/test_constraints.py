@@ -43,10 +43,10 @@ def saying(broker: FakeClient, text: str, finish_reason: str = "stop") -> None:
 
 
 def constrained(
-    fields: dict[str, Any], tool_format: ToolFormat = FORMATS["hermes"], groups: int = 1, **info: bool
+    fields: dict[str, Any], tool_format: ToolFormat = FORMATS["hermes"], groups: int = 1, **info: Any
 ) -> OpenAIRequest:
     """A chat or completion as it goes to a deployment whose groups say `info` of themselves."""
-    group = {"group": "g", "state": "ready", "info": {"structured_output": True, **info}}
+    group = {"group": "g", "state": "ready", "info": {"structured_output": ["structural_tag"], **info}}
     status = BrokerStatus.parse({"deployments": {"fake": {"is_ready": True, "groups": [group] * groups}}})
     parse = parse_chat if "messages" in fields else parse_completion
     asked = parse(split_fields(json.dumps(fields).encode()))
@@ -83,8 +83,8 @@ def test_a_form_goes_on_as_it_is() -> None:
             {"type": "or", "elements": [{"type": "const_string", "value": word} for word in "ab"]},
         ),
         ({"choice": ["a"]}, {"type": "const_string", "value": "a"}),
-        ({"json": SCHEMA}, {"type": "json_schema", "json_schema": SCHEMA}),
-        ({"json_object": True}, {"type": "json_schema", "json_schema": {"type": "object"}}),
+        ({"json": SCHEMA}, {"type": "json_schema", "json_schema": SCHEMA, "max_whitespace_cnt": 12}),
+        ({"json_object": True}, {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": 12}),
         ({"grammar": "root ::= x"}, {"type": "grammar", "grammar": "root ::= x"}),
         ({"structural_tag": {"type": "structural_tag", "format": {"type": "any_text"}}}, {"type": "any_text"}),
     ],
@@ -139,7 +139,7 @@ def test_strict_functions_are_guarded(tool_format: str) -> None:
 
 def test_where_calls_cannot_be_guarded_strict_is_ignored_by_name() -> None:
     for tool_format, offers in ((FORMATS["any"], True), (FORMATS["hermes"], False), (ToolFormat("later", ()), True)):
-        asked = constrained({**CHAT, **STRICT, "user": "u"}, tool_format, structured_output=offers)
+        asked = constrained({**CHAT, **STRICT, "user": "u"}, tool_format, structured_output=["regex"] if offers else [])
         assert asked.params.structured_output is None
         assert asked.headers == {"x-ignored-fields": "user, tools.strict"}
 

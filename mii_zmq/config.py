@@ -51,7 +51,9 @@ def setting(help_text: str, default: Any = MISSING, factory: Any = MISSING) -> A
 class EngineConfig:
     """The engine: model, memory and batch limits."""
 
-    model: str = setting("local directory or hub id of a Hugging Face checkpoint; 'fake:' for the test engine")
+    model: str = setting(
+        "local directory or hub id of a Hugging Face checkpoint; 'random:SHAPE': random weights; 'fake:': test engine"
+    )
     tokenizer: str | None = setting("directory or hub id of the tokenizer (default: the model's)", None)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "dtype of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU", "auto"

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 FAKE_PREFIX = "fake:"
+RANDOM_PREFIX = "random:"
+"""Of a model's name: random weights of the shape that follows, and no tokenizer of its own."""
 TOKENIZER_FILES = ["*.json", "*.model", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt"]
 NO_TOKENIZER_FILE = "no_tokenizer.txt"
 """In an imported checkpoint whose vocabulary could not be converted: one line that says why."""
@@ -141,6 +143,11 @@ def load_tokenizer(path_or_id: str) -> TextTokenizer:
     """
     if path_or_id.startswith(FAKE_PREFIX):
         return FakeTokenizer()
+    if path_or_id.startswith(RANDOM_PREFIX):
+        raise CheckpointError(
+            f"{path_or_id!r} is a shape with random weights and has no tokenizer; name one with --tokenizer: "
+            f"a directory, or {FAKE_PREFIX!r} for bytes"
+        )
     path = Path(path_or_id).expanduser()
     directory = path if path.is_dir() else hub_snapshot(path_or_id, TOKENIZER_FILES)
     settings = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}

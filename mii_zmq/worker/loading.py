@@ -19,6 +19,7 @@ import torch
 from mii_zmq import kernels
 from mii_zmq.config import EngineConfig
 from mii_zmq.errors import ConfigError
+from mii_zmq.tokenizer import RANDOM_PREFIX, load_tokenizer
 from mii_zmq.worker.executor import LoadedExecutor, Model, ModelExecutor
 from mii_zmq.worker.kv_pool import BlockShape, KvPool, array_module
 from mii_zmq.worker.memory_bill import MemoryBill
@@ -26,6 +27,7 @@ from mii_zmq.worker.models.decoder import Decoder
 from mii_zmq.worker.models.demo_model import resolve_model
 from mii_zmq.worker.models.hf_config import has_spec, load_model_config
 from mii_zmq.worker.models.model_facts import ModelFacts
+from mii_zmq.worker.models.random_vocabulary import keep_to, readable_ids
 from mii_zmq.worker.models.random_weights import random_weights, shape_config
 from mii_zmq.worker.models.shard import Shard
 from mii_zmq.worker.models.weights import load_weights
@@ -38,8 +40,6 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 GIB = 2**30
-RANDOM = "random:"
-"""Of a model's name: random weights of the shape that follows."""
 CPU_KV_BYTES = 4 * 10**9
 CPU_TOKEN_BUDGET = 512
 GPU_TOKEN_BUDGET = 2048
@@ -68,6 +68,7 @@ def load_executor(
     """Load this rank's part of the model that `config` names and size everything around it.
 
     A model called `random:SHAPE` has a published shape (`random_weights.SHAPES`) and random weights: for measurements.
+    With a tokenizer it says nothing but tokens that are text by themselves.
 
     Raises:
         StartupError: the checkpoint, a setting or the memory does not allow it; the message is for the operator.
@@ -80,7 +81,7 @@ def load_executor(
     if device.type == "cuda":
         # Kernels go to the thread's current device.
         torch.cuda.set_device(device)
-    shape = config.model.removeprefix(RANDOM) if config.model.startswith(RANDOM) else None
+    shape = config.model.removeprefix(RANDOM_PREFIX) if config.model.startswith(RANDOM_PREFIX) else None
     directory = Path(shape or resolve_model(config.model, lambda text: say(text, 0.0)))
     if shape is None and not has_spec(directory):
         loaded = _load_fallback(config, directory, device, say, rank)
@@ -96,6 +97,8 @@ def load_executor(
         weights = load_weights(directory, model_config, dtype, device, rank, progress)
     else:
         weights = random_weights(model_config, dtype, device, shard=shard)
+        if config.tokenizer is not None:
+            keep_to(weights, shard, readable_ids(load_tokenizer(config.tokenizer), model_config.vocab_size))
     if has_kernels:
         # Triton and CuPy are there only where a GPU is.
         from mii_zmq.worker.cuda_load import build_cuda_executor

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mii_zmq.config import cache_dir
 from mii_zmq.errors import CheckpointError, StartupError
-from mii_zmq.tokenizer import NO_TOKENIZER_FILE, hub_snapshot
+from mii_zmq.tokenizer import FAKE_PREFIX, NO_TOKENIZER_FILE, RANDOM_PREFIX, hub_snapshot
 from mii_zmq.worker.models.cached_directory import Progress, made_once
 from mii_zmq.worker.models.checkpoint_files import refuse_other_formats
 
@@ -41,7 +41,7 @@ def resolve_model(name: str, progress: Progress | None = None) -> str:
     """The directory of a model named by a user: `demo`, a local directory, a GGUF file or a directory that holds one
     (whose metadata is imported into the cache), or a hub id (which is downloaded).
 
-    `fake:` names of the test engine are returned as they are.
+    `fake:` names of the test engine and `random:` names of shapes are returned as they are.
 
     Raises:
         CheckpointError: no such directory, the hub does not have it or cannot be reached, or a refused format.
@@ -49,7 +49,7 @@ def resolve_model(name: str, progress: Progress | None = None) -> str:
     """
     if name == DEMO_NAME and not Path(name).is_dir():
         return str(ensure_demo_model(progress=progress))
-    if name.startswith("fake:"):
+    if name.startswith((FAKE_PREFIX, RANDOM_PREFIX)):
         return name
     path = Path(name).expanduser()
     if path.suffix.lower() == GGUF_SUFFIX and not path.is_dir():

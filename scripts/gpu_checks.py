@@ -101,6 +101,7 @@ CHECKS = (
     _engine("mixtral", 90, "--random-weights", "8x7B-16", "decode", "--batches", "1,16,64"),
     _engine("nano", 75, "--random-weights", "0.6B", "nano"),
     _engine("deterministic", 180, "deterministic"),
+    Check("service", ("scripts/bench_service.py",), 390, ("scripts/bench_service.py", "--dry-run", "fake")),
 )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ class Runner:
         """The exit code; None if it took too long."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-        environment |= self._more_environment
+        environment |= {"OUT": str(self.folder.resolve()), **self._more_environment}
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
             process_group=0,

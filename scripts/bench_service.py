@@ -35,8 +35,9 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from made_tokenizer import find_tokenizer
+from service_grammar import structured
 from service_load import LoadPool
-from service_parts import DRY, Bench, Result, Sizes, closed_loops, offline, replaced, service_level, structured
+from service_parts import DRY, Bench, Result, Sizes, closed_loops, offline, replaced, service_level
 from service_stack import Service
 
 from mii_zmq.config import EngineConfig, to_arguments
@@ -117,6 +118,9 @@ class Run:
                 except SystemExit as error:
                     self._show.problem(f"{part}: {error}; the service's log:\n{service.tail()}")
                     # The clients may be in the middle of a level.
+                    return
+                if not service.is_whole:
+                    self._show.problem(f"{part}: the engine was lost; the service's log:\n{service.tail()}")
                     return
 
     def _results(self, part: str, service: Service, pool: LoadPool) -> AsyncIterator[Result]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import logging
 import sys
@@ -46,7 +47,7 @@ def run_level(core: EngineCore, requests: list[SequenceRequest], concurrency: in
     gc.collect()
     begin = time.perf_counter()
     first_step = core.stats().step
-    for request, _ in zip(waiting, range(concurrency), strict=False):
+    for request in itertools.islice(waiting, concurrency):
         core.add(request)
     num_tokens = 0
     while core.has_work:

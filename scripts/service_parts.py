@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements of `bench_service`: the engine alone, the same requests through the service, service levels, and
-what requests with a grammar cost the others. Each yields the figures of one JSON line after the other.
+"""The measurements of `bench_service`: the engine alone, the same requests through the service, and the service level
+over the number of clients. Each yields the figures of one JSON line after the other.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ from service_stack import DEPLOYMENT, ROOT, CpuWatch, Service, child_environment
 
 from mii_zmq.bench_client import ServerOptions
 from mii_zmq.bench_datasets import RandomOptions
-from mii_zmq.bench_metrics import Distribution, RequestRecord, distribution, summarize
+from mii_zmq.bench_metrics import Distribution, RequestRecord, summarize
 from mii_zmq.bench_plots import check_can_plot, draw
 from mii_zmq.bench_sla import effective_throughput, sla_share
 from mii_zmq.config import EngineConfig, to_arguments
@@ -34,9 +32,6 @@ Result = dict[str, Any]
 PERCENTILES = (50.0, 90.0, 99.0)
 SLA_RATES = (2.0, 4.0, 6.0)
 SLA_RATE = 4.0
-LEAD_S = 1.0
-"""Of a window in which inter-token times are taken: streams begin, grammars are compiled."""
-NUM_SCHEMAS = 8
 STATUS_AGE_S = 1.5
 """The engine's counters at a gateway are at most so old: reported, sent and kept every half second."""
 
@@ -138,8 +133,8 @@ async def closed_loops(
             "test": f"service {concurrency}", "concurrency": concurrency, "requests": count,
             "failures": summary.failures, "output_tokens_per_s": round(rate, 1),
             "share_of_offline": round(rate / alone, 4) if alone else None, "seconds": round(level.seconds, 3),
-            "steps": after["step"] - before["step"], "step_ms": after["step_ms"],
-            "preemptions": after["num_preemptions"] - before["num_preemptions"],
+            "steps": increase(before, after, "step"), "step_ms": after.get("step_ms"),
+            "preemptions": increase(before, after, "num_preemptions"),
             "events_per_token": events_per_token(level.records),
             **{f"{name}_ms": shown(found) for name, found in summary.latencies.items() if name != "client_queue"},
             "client_cpu": [round(share, 2) for share in level.client_cpu],
@@ -192,78 +187,6 @@ def plots(result: BenchResult, directory: Path | None) -> Result:
         return {"skipped": str(error)}
 
 
-async def structured(bench: Bench, service: Service, pool: LoadPool, limit_s: float) -> AsyncIterator[Result]:
-    """Inter-token times of plain streams: alone, with plain chats beside them, and with as many that have a grammar."""
-    refusal = await asyncio.to_thread(probe_grammar, service.url)
-    if refusal is not None:
-        yield {"test": "structured", "skipped": refusal}
-        return
-    sizes = bench.sizes
-    plain = RandomOptions(sizes.input_len // 4, sizes.output_len * 2)
-    chat = RandomOptions(sizes.input_len // 4, sizes.output_len)
-    gaps: dict[str, list[float]] = {"alone": [], "plain": [], "grammar": []}
-    beside_failures: dict[str, dict[str, int]] = {"plain": {}, "grammar": {}}
-    beside_outputs: dict[str, int] = {"plain": 0, "grammar": 0}
-    failures: dict[str, int] = {}
-    cpu: dict[str, dict[str, float]] = {}
-    for turn, kind in enumerate(("alone", "plain", "grammar", "grammar", "plain")):
-        job = bench.job(service, sizes.num_plain, 16 * sizes.num_plain, f"plain streams {turn}", plain)
-        beside = bench.job(service, sizes.num_beside, 64 * sizes.num_beside, f"beside {turn}", chat)
-        beside.endpoint = "chat"
-        if kind == "grammar":
-            beside.bodies = [{"response_format": response_format(turn, index)} for index in range(NUM_SCHEMAS)]
-        async with CpuWatch({**service.pids, **pool.pids}) as watch:
-            level = await pool.run(job, limit_s, sizes.window_s, None if kind == "alone" else beside)
-        gaps[kind] += gaps_between(level, LEAD_S, sizes.window_s)
-        cpu[kind] = {name: shares["mean"] for name, shares in watch.shares(level.start_at, level.seconds).items()}
-        merge(failures, summarize(level.records, level.seconds).failures)
-        if kind != "alone":
-            merge(beside_failures[kind], summarize(level.beside, level.seconds).failures)
-            beside_outputs[kind] += sum(record.output_tokens for record in level.beside)
-    medians = {kind: found.median for kind, values in gaps.items() if (found := distribution(values, PERCENTILES))}
-    yield {
-        "test": "structured", "plain_streams": sizes.num_plain, "beside": sizes.num_beside, "failures": failures,
-        "itl_ratio": round(medians["grammar"] / medians["plain"], 4) if len(medians) == len(gaps) else None,
-        **{f"itl_{kind}_ms": shown(distribution(values, PERCENTILES)) for kind, values in gaps.items()},
-        "beside_failures": beside_failures, "beside_output_tokens": beside_outputs, "cpu": cpu,
-    }  # fmt: skip
-
-
-def probe_grammar(url: str) -> str | None:
-    """None if the service follows a JSON schema, else why not."""
-    format_ = {"name": "probe", "schema": {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}}
-    body = {
-        "model": DEPLOYMENT, "messages": [{"role": "user", "content": "answer"}], "max_completion_tokens": 32,
-        "temperature": 0, "response_format": {"type": "json_schema", "json_schema": format_},
-    }  # fmt: skip
-    request = urllib.request.Request(
-        url.rstrip("/") + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            content = json.load(response)["choices"][0]["message"]["content"]
-    except urllib.error.HTTPError as error:
-        return f"the service offers no grammars ({error.code}): {error.read().decode(errors='replace')[:300]}"
-    except (OSError, ValueError, LookupError) as error:
-        return f"the service offers no grammars: {error}"
-    if not str(content).lstrip().startswith("{"):
-        return f"the service took a JSON schema but did not follow it: {str(content)[:80]!r}"
-    return None
-
-
-def response_format(turn: int, index: int) -> dict[str, Any]:
-    """A schema that no other turn has, and whose objects do not end within the outputs asked for."""
-    kinds: list[dict[str, Any]] = [
-        {"type": "integer"}, {"type": "boolean"}, {"enum": ["red", "green", "blue"]}, {"type": "null"},
-        {"type": "array", "items": {"type": "number"}}, {"type": "string"},
-    ]  # fmt: skip
-    properties = {f"field_{turn}_{index}_{number}": kinds[number % len(kinds)] for number in range(24)}
-    schema = {
-        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
-    }  # fmt: skip
-    return {"type": "json_schema", "json_schema": {"name": f"schema_{turn}_{index}", "schema": schema, "strict": True}}
-
-
 def gaps_between(level: Level, lead_s: float, window_s: float) -> list[float]:
     """Seconds between neighbouring chunks of the streams, both within the window and behind its lead."""
     begin, end = level.start_at + lead_s, level.start_at + window_s
@@ -273,6 +196,13 @@ def gaps_between(level: Level, lead_s: float, window_s: float) -> list[float]:
         for before, after in zip(record.chunk_times, record.chunk_times[1:], strict=False)
         if begin <= before and after <= end
     ]
+
+
+def increase(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
+    """Of a counter; None where the engine was away, or is another one."""
+    if name not in before or name not in after or after[name] < before[name]:
+        return None
+    return after[name] - before[name]
 
 
 def merge(counts: dict[str, int], more: dict[str, int]) -> None:

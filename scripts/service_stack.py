@@ -62,6 +62,7 @@ class Service:
         self._process: subprocess.Popen[bytes] | None = None
         self._record: DeploymentRecord | None = None
         self._pids: set[int] = set()
+        self._ready_pids: tuple[int, ...] = ()
 
     @property
     def url(self) -> str:
@@ -75,6 +76,11 @@ class Service:
         found = {("actor" if name == "worker 1" else name): pid for name, pid in self._record.processes.items()}
         engines = _children(found["actor"])
         return {**found, **{"engine" if not index else f"rank {index}": pid for index, pid in enumerate(engines)}}
+
+    @property
+    def is_whole(self) -> bool:
+        """All processes that were there when it was ready still run."""
+        return all(_is_alive(pid) for pid in self._ready_pids)
 
     async def __aenter__(self) -> Service:
         begin = time.monotonic()
@@ -94,6 +100,7 @@ class Service:
             await self.stop()
             raise
         self.seconds = time.monotonic() - begin
+        self._ready_pids = tuple(self.pids.values())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -140,11 +147,14 @@ class Service:
         self._directory.cleanup()
 
     def status(self) -> dict[str, float]:
-        """The engine's counters, as its last report has them."""
-        with urllib.request.urlopen(self.url.rstrip("/") + "/status", timeout=10) as response:
-            body = json.load(response)
-        (group,) = body["broker"]["deployments"][DEPLOYMENT]["groups"]
-        return dict(group["load"])
+        """The engine's counters, as its last report has them; empty while there is no group."""
+        try:
+            with urllib.request.urlopen(self.url.rstrip("/") + "/status", timeout=10) as response:
+                body = json.load(response)
+            (group,) = body["broker"]["deployments"][DEPLOYMENT]["groups"]
+            return dict(group["load"])
+        except (OSError, ValueError, LookupError):
+            return {}
 
     def tail(self) -> str:
         return tail(self._log)

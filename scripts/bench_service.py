@@ -186,8 +186,13 @@ def prepare(args: argparse.Namespace, folder: Path) -> tuple[Bench, dict[str, An
     else:
         model = f"random:{shape}"
         rows = shape_rows(shape)
-        found, kind = (args.tokenizer, "given") if args.tokenizer else find_tokenizer(folder / "tokenizer", rows)
-        tokenizer = str(found)
+        if args.tokenizer:
+            # The processes run in the repository's root.
+            is_directory = Path(args.tokenizer).is_dir()
+            tokenizer, kind = str(Path(args.tokenizer).resolve()) if is_directory else args.tokenizer, "given"
+        else:
+            found, kind = find_tokenizer(folder / "tokenizer", rows)
+            tokenizer = str(found)
         vocab_size = min(load_tokenizer(tokenizer).vocab_size, rows)
     is_tiny = args.dry_run == "tiny"
     engine = EngineConfig(
@@ -198,7 +203,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> tuple[Bench, dict[str, An
     facts = {
         "shape": "fake" if args.dry_run == "fake" else shape, "budget": args.token_budget or "default",
         "tokenizer": f"{kind}, {vocab_size} ids", "gateways": args.gateways, "load_processes": args.clients,
-        "prefix_cache": engine.prefix_cache, "torch": importlib.metadata.version("torch"), "card": card(args),
+        "prefix_cache": engine.prefix_cache, "torch": version("torch"), "card": card(args),
     }  # fmt: skip
     return Bench(engine, vocab_size, sizes, folder), facts
 
@@ -209,6 +214,13 @@ def shape_rows(shape: str) -> int:
     from mii_zmq.worker.models.random_weights import shape_config
 
     return shape_config(shape).vocab_size
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def card(args: argparse.Namespace) -> str:

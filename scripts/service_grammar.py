@@ -14,7 +14,7 @@ from typing import Any
 
 from service_load import LoadPool
 from service_parts import PERCENTILES, Bench, Result, gaps_between, merge, shown
-from service_stack import DEPLOYMENT, CpuWatch, Service
+from service_stack import DEPLOYMENT, OPENER, CpuWatch, Service
 
 from mii_zmq.bench_datasets import RandomOptions
 from mii_zmq.bench_metrics import distribution, summarize
@@ -72,7 +72,7 @@ def probe_grammar(url: str) -> str | None:
         url.rstrip("/") + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with OPENER.open(request, timeout=60) as response:
             content = json.load(response)["choices"][0]["message"]["content"]
     except urllib.error.HTTPError as error:
         return f"the service offers no grammars ({error.code}): {error.read().decode(errors='replace')[:300]}"

@@ -32,6 +32,8 @@ STOP_S = 20.0
 HANG_S = 5.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PR_SET_PDEATHSIG = 1
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Whatever proxy the environment names: the service is on this machine."""
 
 
 def child_environment(**more: str) -> dict[str, str]:
@@ -149,7 +151,7 @@ class Service:
     def status(self) -> dict[str, float]:
         """The engine's counters, as its last report has them; empty while there is no group."""
         try:
-            with urllib.request.urlopen(self.url.rstrip("/") + "/status", timeout=10) as response:
+            with OPENER.open(self.url.rstrip("/") + "/status", timeout=10) as response:
                 body = json.load(response)
             (group,) = body["broker"]["deployments"][DEPLOYMENT]["groups"]
             return dict(group["load"])

@@ -13,7 +13,8 @@ from typing import Any
 
 from mii_zmq.gateway.reasoning import ReasoningSplitter
 from mii_zmq.gateway.tool_calls import ToolCallParser
-from mii_zmq.gateway.tool_formats import ANY, ToolCall, ToolFormat
+from mii_zmq.gateway.tool_formats import ANY, ToolFormat
+from mii_zmq.gateway.tool_values import ToolCall, Tools
 
 SHORT_ID_CHARS = 9
 
@@ -22,8 +23,8 @@ SHORT_ID_CHARS = 9
 class ToolUse:
     """What a request lets the model call."""
 
-    tools: Mapping[str, dict[str, Any] | None]
-    """By name, in the request's order: the JSON schema of the arguments, None where the request does not say."""
+    tools: Tools
+    """In the request's order."""
     is_parallel: bool = True
     """False: calls behind the first are dropped."""
     is_forced: bool = False

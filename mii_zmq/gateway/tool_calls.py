@@ -10,78 +10,52 @@ character is looked at a bounded number of times. Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Sequence
 
-from mii_zmq.gateway.tool_formats import Opening, ToolCall, ToolFormat, read_calls
+from mii_zmq.gateway.tool_formats import Found, Opening, ToolFormat
+from mii_zmq.gateway.tool_values import ToolCall, Tools, Value, skip_spaces
 
-MAX_HEAD_CHARS = 256
-"""Between a marker and the JSON behind it: spaces, or a name with its marks."""
-_NAME = re.compile(r"\s*([\w.-]{1,128})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*")
-_OUTSIDE = re.compile(r'["{}\[\]]')
-_IN_STRING = re.compile(r'["\\]')
-_CLOSERS = {"{": "}", "[": "]"}
+SEPARATORS = ";,"
+"""One of them may stand between calls that follow each other without a marker."""
 
 Piece = str | ToolCall
 
 
-class JsonSpan:
-    """Where the JSON object or list that begins at `start` of a growing text ends. Brackets and strings only."""
-
-    __slots__ = ("_at", "_closers", "_in_string", "is_broken")
-
-    def __init__(self, start: int) -> None:
-        self._at = start
-        self._closers: list[str] = []
-        self._in_string = False
-        self.is_broken = False
-        """A bracket closes what was not open: no JSON, whatever follows."""
-
-    def find_end(self, text: str) -> int | None:
-        """The index behind it (behind the wrong bracket, if broken); None: not yet there."""
-        while True:
-            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, self._at)
-            if found is None:
-                self._at = len(text)
-                return None
-            char, self._at = found.group(), found.end()
-            if char == '"':
-                self._in_string = not self._in_string
-            elif char == "\\":
-                if self._at == len(text):
-                    self._at -= 1
-                    return None
-                self._at += 1
-            elif char in _CLOSERS:
-                self._closers.append(_CLOSERS[char])
-            else:
-                self.is_broken = self._closers.pop() != char
-                if self.is_broken or not self._closers:
-                    return self._at
-
-
 class ToolCallParser:
-    """One answer. `names`: the request's tools; calls of others are text."""
+    """One answer. `tools`: the request's; calls of others are text."""
 
-    def __init__(self, tool_format: ToolFormat, names: Collection[str]) -> None:
-        self._names = names
-        self._openings = tool_format.markers
-        self._bare = tool_format.bare
-        self._marker = re.compile("|".join(map(re.escape, self._openings)))
-        self._prefixes = {marker[:size] for marker in self._openings for size in range(1, len(marker))}
-        self._longest = max(map(len, self._openings)) - 1
+    def __init__(self, tool_format: ToolFormat, tools: Tools) -> None:
+        self._tools = tools
+        self._by_marker: dict[str, list[Opening]] = {}
+        for opening in tool_format.openings:
+            self._by_marker.setdefault(opening.marker, []).append(opening)
+        self._openings: Sequence[Opening] = self._by_marker.pop("", [])
+        """Those of which the next head may be."""
+        self._marker = re.compile("|".join(map(re.escape, self._by_marker)) or r"(?!)")
+        self._prefixes = {marker[:size] for marker in self._by_marker for size in range(1, len(marker))}
+        self._longest = max(map(len, self._by_marker), default=1) - 1
         self._held = ""
-        """What has arrived and not been given out; while a call is read it begins with the call."""
-        self._step = self._read_start if self._bare is not None else self._read_text
-        self._opening: Opening | None = None
+        """What has arrived; what is before `_start` has been given out."""
+        self._start = 0
+        self._solid = 0
+        """Behind the last character before `_seen` that is no space."""
+        self._seen = 0
+        """No marker begins before this index."""
         self._head = 0
-        """Of the held text: where the marker ends."""
-        self._name: str | None = None
-        self._value = 0
-        self._span = JsonSpan(0)
+        """Where the head begins that is looked for."""
+        self._opening: Opening | None = None
+        """Of the latest call."""
+        self._value: Value | None = None
+        self._num_closings = 0
+        """So many of the opening's closings are behind us."""
+        self._step = self._read_head
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that have become certain; adjacent texts may be several pieces."""
-        self._held += text
+        # CPython appends in place if nothing else refers to the string: a long call does not cost its square.
+        held, self._held = self._held, ""
+        held += text
+        self._held = held
         return self._run(is_end=False)
 
     def finish(self) -> list[Piece]:
@@ -92,70 +66,63 @@ class ToolCallParser:
         pieces: list[Piece] = []
         while self._step(pieces, is_end):
             pass
+        if self._value is None and self._start:
+            self._held = self._held[self._start :]
+            self._solid, self._seen, self._head = (
+                index - self._start for index in (self._solid, self._seen, self._head)
+            )
+            self._start = 0
         return pieces
 
-    def _read_start(self, pieces: list[Piece], is_end: bool) -> bool:
-        """Nothing but spaces has come; True: go on with the next step."""
-        start = _skip_spaces(self._held, 0)
-        if start == len(self._held) and not is_end:
-            return False
-        if self._held.startswith("{", start):
-            self._begin_value(self._bare, start)
-        else:
-            self._step = self._read_text
-        return True
+    # Each step reads on in the held text and chooses the next one. True: go on, False: more text is needed.
 
     def _read_text(self, pieces: list[Piece], is_end: bool) -> bool:
-        found = self._marker.search(self._held)
-        if found is None:
-            self._give(pieces, len(self._held) if is_end else self._certain_text())
-            return False
+        found = self._marker.search(self._held, self._seen)
+        end = len(self._held) if found is None else found.start()
+        certain = end if found is not None or is_end else self._marker_start()
+        num_solid = len(self._held[self._seen : certain].rstrip())
+        if num_solid:
+            self._solid = self._seen + num_solid
+        self._seen = certain
         # Spaces before a call are part of it: an answer that is only a call has no text.
-        start = len(self._held[: found.start()].rstrip())
-        self._give(pieces, start)
-        self._opening = self._openings[found.group()]
-        self._head = found.end() - start
+        self._give(pieces, end if found is None and is_end else self._solid)
+        if found is None:
+            return False
+        self._openings, self._head = self._by_marker[found.group()], found.end()
         self._step = self._read_head
         return True
 
     def _read_head(self, pieces: list[Piece], is_end: bool) -> bool:
-        opening = self._opening
-        assert opening is not None
-        head = self._held[self._head : self._head + MAX_HEAD_CHARS]
-        spaces = _skip_spaces(head, 0)
-        if head.startswith(("{", "["), spaces):
-            self._begin_value(opening, self._head + spaces)
-            return True
-        end = head.find("{") if opening.is_named else -1
-        if end < 0 and len(head) < MAX_HEAD_CHARS and (opening.is_named or spaces == len(head)) and not is_end:
-            return False
-        named = _NAME.fullmatch(head, 0, end) if end >= 0 else None
-        if named is None:
-            self._give(pieces, self._head)
-            self._step = self._read_text
-        else:
-            self._begin_value(opening, self._head + end, named.group(1))
+        """Behind a marker, or at the beginning of the answer."""
+        for opening in self._openings:
+            found = opening.find_value(self._held, self._head, self._tools, is_end)
+            if isinstance(found, Found):
+                self._begin_value(opening, found)
+                return True
+            if found:
+                return False
+        self._be_text(pieces, self._head)
         return True
 
-    def _begin_value(self, opening: Opening | None, start: int, name: str | None = None) -> None:
-        self._opening, self._value, self._name = opening, start, name
-        self._span = JsonSpan(start)
+    def _begin_value(self, opening: Opening, found: Found) -> None:
+        self._opening, self._value = opening, opening.begin(found.start, found.name)
         self._step = self._read_value
 
     def _read_value(self, pieces: list[Piece], is_end: bool) -> bool:
-        end = self._span.find_end(self._held)
+        value = self._value
+        assert value is not None
+        end = value.find_end(self._held)
         if end is None:
             if is_end:
                 self._give(pieces, len(self._held))
             return False
-        text = self._held[self._value : end]
-        calls = None if self._span.is_broken else read_calls(text, self._name, self._names)
+        self._value = None
+        calls = None if value.is_broken else value.calls(self._held, self._tools)
         if calls is None:
-            self._give(pieces, end)
-            self._step = self._read_text
+            self._be_text(pieces, end)
         else:
             pieces += calls
-            self._held = self._held[end:]
+            self._start, self._num_closings = end, 0
             self._step = self._read_closing
         return True
 
@@ -163,49 +130,55 @@ class ToolCallParser:
         """Behind a call: what closes it, and the spaces around that, are dropped."""
         opening = self._opening
         assert opening is not None
-        self._held = self._held.lstrip()
-        if self._held.startswith(opening.closing):
-            self._held = self._held.removeprefix(opening.closing)
-            self._step = self._read_next
-        elif is_end or not opening.closing.startswith(self._held):
-            self._step = self._read_next
-        else:
-            return False
+        self._start = skip_spaces(self._held, self._start)
+        for index, closing in enumerate(opening.closings):
+            if index < self._num_closings:
+                continue
+            if self._held.startswith(closing, self._start):
+                self._start += len(closing)
+                self._num_closings = index + 1
+                return True
+            is_short = len(self._held) - self._start < len(closing)
+            if is_short and not is_end and closing.startswith(self._held[self._start :]):
+                return False
+        self._step = self._read_next
         return True
 
     def _read_next(self, pieces: list[Piece], is_end: bool) -> bool:
         """Behind a closed call: another one without a marker, or text."""
         opening = self._opening
         assert opening is not None
-        self._held = self._held.lstrip()
-        start = 0
-        if opening.separators and self._held[:1] in opening.separators:
-            start = _skip_spaces(self._held, len(self._held[:1]))
-        if start == len(self._held) and not is_end:
+        self._start = skip_spaces(self._held, self._start)
+        if self._start == len(self._held) and not is_end:
             return False
-        if opening.separators and self._held.startswith("{", start):
-            self._begin_value(opening, start)
-        else:
-            self._step = self._read_text
+        if opening.repeats and not self._num_closings:
+            head = self._start
+            if self._held.startswith(tuple(SEPARATORS), head):
+                head = skip_spaces(self._held, head + 1)
+            found = opening.find_value(self._held, head, self._tools, is_end)
+            if isinstance(found, Found):
+                self._begin_value(opening, found)
+                return True
+            if found:
+                return False
+        self._be_text(pieces, self._start)
         return True
 
+    def _be_text(self, pieces: list[Piece], end: int) -> None:
+        """Give out the held text up to `end`, and go on with text."""
+        self._give(pieces, end)
+        self._solid = self._seen = end
+        self._step = self._read_text
+
     def _give(self, pieces: list[Piece], end: int) -> None:
-        """Give out the held text up to `end`."""
-        if end:
-            pieces.append(self._held[:end])
-            self._held = self._held[end:]
+        if end > self._start:
+            pieces.append(self._held[self._start : end])
+            self._start = end
 
-    def _certain_text(self) -> int:
-        """How much of the held text cannot become a call: not a marker's beginning, nor the spaces before one."""
-        held = self._held
-        end = len(held)
-        for size in range(min(self._longest, end), 0, -1):
+    def _marker_start(self) -> int:
+        """Where a beginning of a marker at the end of the held text begins; its end if there is none."""
+        held, end = self._held, len(self._held)
+        for size in range(min(self._longest, end - self._seen), 0, -1):
             if held[end - size :] in self._prefixes:
-                end -= size
-                break
-        return len(held[:end].rstrip())
-
-
-def _skip_spaces(text: str, start: int) -> int:
-    """The index of the first character from `start` on that is no space."""
-    return len(text) - len(text[start:].lstrip())
+                return end - size
+        return end

@@ -31,7 +31,19 @@ MAX_RENDERED_CHARS = 2 * MAX_BODY_BYTES
 _OPEN_REASONING = re.compile(r"<think>\s*\Z")
 _TOOL_MARKS = (
     ("[TOOL_CALLS]", "mistral"),
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<arg_key>", "glm4"),
+    ("<function=", "qwen3_coder"),
+    ("<|tool_call|>", "granite"),
+    ("<function_calls>", "olmo3"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<|tool_call_start|>", "lfm2"),
+    # Templates above hold this one as well.
     ("<tool_call>", "hermes"),
+    ("<|python_start|>", "llama4"),
+    ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3"),
     ("Environment: ipython", "llama3"),
 )

@@ -84,6 +84,16 @@ async def test_the_deployments_format_decides(
     assert len(body["choices"][0]["message"].get("tool_calls", ())) == num_calls
 
 
+async def test_the_schema_gives_bare_text_its_types(http: aiohttp.ClientSession, broker: FakeClient) -> None:
+    broker.tool_format = "qwen3_coder"
+    saying(broker, "<function=f><parameter=x>5</parameter><parameter=y>5</parameter></function>")
+    properties = {"x": {"type": "integer"}, "y": {"type": "string"}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    _, body = await post(http, PATH, {**CHAT, "tools": [{"type": "function", "function": function}]})
+    [call] = body["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"x": 5, "y": "5"}'}
+
+
 async def test_what_is_no_call_is_content(http: aiohttp.ClientSession, broker: FakeClient) -> None:
     text = '<tool_call>{"name": "f", "arguments": {"x": </tool_call>'
     saying(broker, text)

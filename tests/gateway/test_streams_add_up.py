@@ -30,6 +30,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 FRAGMENTS = [
     "<think>", "</think>", "\n", " ", "word", "é", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "<tool",
     '<tool_call>{"name": "f", "arguments": {"x": "\\n"}}</tool_call>', '[TOOL_CALLS]f[ARGS]{"y": [1]}', "</thi",
+    "<function=f><parameter=x>1</parameter></function>", "<tool_call>f<arg_key>x</arg_key><arg_value>[1]</arg_value>",
 ]  # fmt: skip
 
 

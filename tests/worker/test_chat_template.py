@@ -200,6 +200,10 @@ def test_the_last_message_can_be_continued() -> None:
 @pytest.mark.parametrize(
     ("template", "tool_format"),
     [(QWEN, "hermes"), ("x[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3"), ("Environment: ipython", "llama3"),
+     ("{{ '<tool_call>' + name }}<arg_key>{{ k }}</arg_key>", "glm4"), ("<tool_call>\n<function=f>", "qwen3_coder"),
+     ("<｜tool▁calls▁begin｜>", "deepseek"), ("<|tool_calls_section_begin|>", "kimi_k2"), ("<|tool_call|>", "granite"),
+     ("<minimax:tool_call>", "minimax_m2"), ("<function_calls>", "olmo3"), ("<|tool_list_start|>", "lfm2"),
+     ("<|python_start|> Environment: ipython", "llama4"), ("use [func_name1(params_name1=params_value1)]", "pythonic"),
      (CHATML, None), (None, None)],
 )  # fmt: skip
 def test_how_a_model_writes_calls(template: str | None, tool_format: str | None) -> None:

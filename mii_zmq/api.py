@@ -18,18 +18,18 @@ from mii_zmq.launcher import start_detached
 from mii_zmq.mii_client import (
     AsyncMIIClient,
     Chat,
-    GenerationFinishReason,
     MIIClient,
-    Response,
     StreamingFn,
     check_streamable,
     check_streaming_fn,
-    checked_params,
     checked_prompts,
 )
 from mii_zmq.mii_settings import default_deployment_name, pipeline_settings, serve_settings
 from mii_zmq.progress import Progress
 from mii_zmq.registry import DeploymentNotFoundError, DeploymentRecord, Registry
+from mii_zmq.response import GenerationFinishReason as GenerationFinishReason
+from mii_zmq.response import Response
+from mii_zmq.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mii_zmq.worker.pipeline import LocalEngine, LocalRequest
@@ -171,21 +171,21 @@ class Pipeline:
             for request in requests:
                 # Left by an error or by Ctrl-C: what still runs is of no use to anybody.
                 stack.callback(request.cancel)
-            return [_local_response("".join(request), request) for request in requests]
+            return [_response(request, "".join(request)) for request in requests]
 
     def stream(self, prompt: str | Chat, **generate_kwargs: Any) -> Iterator[Response]:
         """The parts of one answer as they are generated; a list of chat messages is rendered by the model's template.
 
         Leaving the iterator early cancels the request.
         """
-        params = checked_params(generate_kwargs)
+        params = SamplingParams.from_mapping(generate_kwargs)
         check_streamable([prompt], params)
         (request,) = self.inference_engine.submit([(prompt, params, 0)])
         with contextlib.closing(request):
             for text in request:
                 if text:
-                    yield Response(text, request.prompt_length, request.num_tokens, GenerationFinishReason.NONE)
-            yield _local_response("", request)
+                    yield request.reader.response(text, request.prompt_length, request.num_tokens)
+            yield _response(request, "")
 
     def destroy(self) -> None:
         """Cancel what runs and free the engine's memory; the pipeline cannot be used afterwards."""
@@ -200,7 +200,5 @@ class Pipeline:
         self.destroy()
 
 
-def _local_response(text: str, request: LocalRequest) -> Response:
-    return Response(
-        text, request.prompt_length, request.num_tokens, GenerationFinishReason(request.finish_reason or "none")
-    )
+def _response(request: LocalRequest, text: str) -> Response:
+    return request.reader.response(text, request.prompt_length, request.num_tokens, request.finish_reason)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TextIO
 
 from mii_zmq.errors import MiiError, ServiceError
-from mii_zmq.mii_client import Chat, Response
+from mii_zmq.mii_client import Chat
+from mii_zmq.response import Response
 
 HELP = "Type a message; /reset starts over, /exit or Ctrl-D ends."
 HTTP_TIMEOUT_S = 600.0

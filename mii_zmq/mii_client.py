@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a deployment that runs on this host, and the `Response` that every way of generating returns.
+"""Clients of a deployment that runs on this host.
 
 `MIIClient` may be used from many threads at once and inside a running event loop; `AsyncMIIClient` belongs to one
 loop. Options are checked here already, so that a wrong one fails before anything is sent.
@@ -8,17 +8,16 @@ loop. Options are checked here already, so that a wrong one fails before anythin
 from __future__ import annotations
 
 import asyncio
-import enum
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, overload
 
-from mii_zmq.client import AsyncClient, BackgroundLoop, Completion, Generation, fan_out
+from mii_zmq.client import AsyncClient, BackgroundLoop, Generation, fan_out
 from mii_zmq.errors import InvalidRequest, ServiceError
 from mii_zmq.protocol import GenerateBody
 from mii_zmq.registry import DeploymentRecord, end_deployment
+from mii_zmq.response import Response, ResponseReader
 from mii_zmq.sampling_params import SamplingParams, check_text
 
 MAX_CONCURRENT_PROMPTS = 1024
@@ -28,45 +27,6 @@ END_TIMEOUT_S = 60.0
 T = TypeVar("T")
 Chat = list[dict[str, Any]]
 StreamingFn = Callable[[list["Response"]], Any]
-
-
-class GenerationFinishReason(enum.StrEnum):
-    """Why a generation ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    NONE = "none"
-    """It has not ended: a part of a streamed answer."""
-
-
-@dataclass
-class Response:
-    """One generated text; `str()` of it is the text."""
-
-    generated_text: str
-    prompt_length: int
-    """Tokens. In parts of a streamed answer of a deployment: 0, only the last one knows it."""
-    generated_length: int
-    """Tokens, the ending one included although its text is dropped. In a stream: so far."""
-    finish_reason: GenerationFinishReason
-
-    def __str__(self) -> str:
-        return self.generated_text
-
-    def __repr__(self) -> str:
-        return self.generated_text
-
-    def to_msg_dict(self) -> dict[str, str | int]:
-        return {**asdict(self), "finish_reason": str(self.finish_reason)}
-
-    @classmethod
-    def from_msg_dict(cls, message: Mapping[str, Any]) -> Response:
-        return cls(
-            generated_text=message["generated_text"],
-            prompt_length=message["prompt_length"],
-            generated_length=message["generated_length"],
-            finish_reason=GenerationFinishReason(message["finish_reason"]),
-        )
 
 
 class MIIClient:
@@ -116,12 +76,12 @@ class MIIClient:
 
     def stream(self, prompt: str | Chat, **generate_kwargs: Any) -> Iterator[Response]:
         """The parts of one answer as they arrive; see `Pipeline.stream`."""
-        body = _stream_body(prompt, generate_kwargs)
+        body, reader = _stream_body(prompt, generate_kwargs)
         generation = self._run(_start(self._client, self._record.deployment, body, stream=True))
         try:
-            while (responses := self._run(_next_responses(generation))) is not None:
+            while (responses := self._run(_next_responses(generation, reader))) is not None:
                 yield from responses
-            yield _final_response(generation)
+            yield _final_response(generation, reader)
         finally:
             self._run(_cancel(generation))
 
@@ -178,14 +138,14 @@ class AsyncMIIClient:
 
     async def stream(self, prompt: str | Chat, **generate_kwargs: Any) -> AsyncIterator[Response]:
         """The parts of one answer as they arrive; leaving the iterator early cancels the request."""
-        body = _stream_body(prompt, generate_kwargs)
+        body, reader = _stream_body(prompt, generate_kwargs)
         await self._client.connect()
         generation = await _start(self._client, self._record.deployment, body, stream=True)
         try:
-            while (responses := await _next_responses(generation)) is not None:
+            while (responses := await _next_responses(generation, reader)) is not None:
                 for response in responses:
                     yield response
-            yield _final_response(generation)
+            yield _final_response(generation, reader)
         finally:
             generation.cancel()
 
@@ -216,16 +176,7 @@ def checked_prompts(prompts: Any, options: Mapping[str, Any]) -> tuple[list[str]
         if not isinstance(text, str):
             raise InvalidRequest(f"prompts[{index}] must be a string, got {type(text).__name__}", param="prompts")
         check_text(text, "prompts")
-    return list(texts), checked_params(options)
-
-
-def checked_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Options of a call, but for those of which a `Response` could not hold the result."""
-    params = SamplingParams.from_mapping(options)
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) is not None:
-            raise InvalidRequest(f"{name}: the Python interface does not return them; use the HTTP doors", param=name)
-    return params
+    return list(texts), SamplingParams.from_mapping(options)
 
 
 def check_streamable(prompts: Sequence[Any], params: SamplingParams) -> None:
@@ -241,16 +192,17 @@ def check_streaming_fn(streaming_fn: Any) -> None:
         )
 
 
-def _stream_body(prompt: str | Chat, options: Mapping[str, Any]) -> GenerateBody:
-    params = checked_params(options)
+def _stream_body(prompt: str | Chat, options: Mapping[str, Any]) -> tuple[GenerateBody, ResponseReader]:
+    params = SamplingParams.from_mapping(options)
     check_streamable([prompt], params)
+    reader = ResponseReader(params)
     if isinstance(prompt, str):
-        return GenerateBody(prompt=check_text(prompt, "prompt"), params=params.to_mapping())
+        return GenerateBody(prompt=check_text(prompt, "prompt"), params=params.to_mapping()), reader
     try:
         check_text(json.dumps(prompt, ensure_ascii=False), "messages")
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"messages must be plain JSON values: {error}", param="messages") from None
-    return GenerateBody(messages=prompt, params=params.to_mapping())
+    return GenerateBody(messages=prompt, params=params.to_mapping()), reader
 
 
 async def _generate_all(
@@ -263,9 +215,12 @@ async def _generate_all(
         async with room:
             generation = client.generate(deployment, body, stream=False)
             try:
-                return _response(await generation.result())
+                done = await generation.result()
             finally:
                 generation.cancel()
+        reader = ResponseReader(params)
+        reader.add(done.logprobs)
+        return reader.response(done.text, done.prompt_length, done.generated_length, done.finish_reason)
 
     bodies = [GenerateBody(prompt=text, params=choice) for text in texts for choice in fan_out(params)]
     tasks = [asyncio.ensure_future(generate_one(body)) for body in bodies]
@@ -285,32 +240,25 @@ async def _cancel(generation: Generation) -> None:
     generation.cancel()
 
 
-async def _next_responses(generation: Generation) -> list[Response] | None:
+async def _next_responses(generation: Generation, reader: ResponseReader) -> list[Response] | None:
     """What has arrived since the last call, one Response per piece of text; None at the end."""
     try:
         deltas = await anext(generation)
     except StopAsyncIteration:
         return None
-    return [
-        Response(delta.text.decode(), 0, delta.token_offset + len(delta.token_ids) // 4, GenerationFinishReason.NONE)
-        for delta in deltas
-        if delta.text
-    ]
+    responses = []
+    for delta in deltas:
+        reader.add(delta.logprobs)
+        if delta.text:
+            num_tokens = delta.token_offset + len(delta.token_ids) // 4
+            responses.append(reader.response(delta.text.decode(), 0, num_tokens))
+    return responses
 
 
-def _final_response(generation: Generation) -> Response:
+def _final_response(generation: Generation, reader: ResponseReader) -> Response:
     final = generation.final
     assert final is not None
-    return Response("", final.prompt_length, final.generated_length, GenerationFinishReason(final.finish_reason))
-
-
-def _response(completion: Completion) -> Response:
-    return Response(
-        completion.text,
-        completion.prompt_length,
-        completion.generated_length,
-        GenerationFinishReason(completion.finish_reason),
-    )
+    return reader.response("", final.prompt_length, final.generated_length, final.finish_reason)
 
 
 def describe(record: DeploymentRecord) -> dict[str, Any]:

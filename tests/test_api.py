@@ -19,9 +19,10 @@ import pytest
 
 import mii_zmq as mii
 from mii_zmq.errors import Cancelled, CheckpointError, ConfigError, InvalidRequest, PromptTooLong
+from mii_zmq.logprobs import Record
 from mii_zmq.registry import DeploymentRecord, Registry, process_identity
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, FakeModel
-from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
+from mii_zmq.worker.plan import SamplingSpec, SequenceRequest, TokenLogprobs
 from tests.ctrl_c import interrupted_when
 
 POOL = "fake:num_blocks=8,max_sequences=4"
@@ -129,6 +130,53 @@ def test_streaming_calls_back_once_per_token(pipe: mii.Pipeline) -> None:
     assert (last.generated_text, last.finish_reason, last.prompt_length, last.generated_length) == ("", "length", 5, 6)
 
 
+def numbers(record: Record | None) -> Any:
+    """Of a record, what the fake model says."""
+    if record is None:
+        return None
+    chosen, top = record.chosen, record.top
+    return TokenLogprobs(chosen.logprob, chosen.rank, [e.token_id for e in top], [e.logprob for e in top])
+
+
+def test_log_probabilities_come_with_the_response(pipe: mii.Pipeline) -> None:
+    model, text = FakeModel(), expected_text("hello", 6)
+    options: dict[str, Any] = {"max_new_tokens": 6, "logprobs": 3, "prompt_logprobs": 1}
+    responses = pipe(["hello", "hello"], n=2, **options)
+    assert len(responses) == 4
+    for response in responses:
+        assert response.generated_text == text
+        assert response.logprobs is not None
+        assert response.prompt_logprobs is not None
+        assert b"".join(record.chosen.text for record in response.logprobs) == text.encode()
+        assert list(map(numbers, response.logprobs)) == [model.logprobs(byte, 3) for byte in text.encode()]
+        assert list(map(numbers, response.prompt_logprobs)) == [None, *(model.logprobs(byte, 1) for byte in b"ello")]
+
+    parts = list(pipe.stream("hello", **options))
+    assert [record for part in parts for record in part.logprobs or ()] == responses[0].logprobs
+    assert parts[0].prompt_logprobs == responses[0].prompt_logprobs
+    assert all(part.prompt_logprobs is None for part in parts[1:])
+
+    (plain,) = pipe("hello", max_new_tokens=6)
+    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
+    (scored,) = pipe("hello", max_new_tokens=0, prompt_logprobs=1)
+    assert (scored.generated_text, scored.logprobs, scored.generated_length) == ("", None, 0)
+    assert scored.prompt_logprobs == responses[0].prompt_logprobs
+
+
+def test_tokens_without_text_of_their_own_have_log_probabilities() -> None:
+    with mii.pipeline("fake:eos_after=3") as pipe:
+        (response,) = pipe("x", logprobs=0)
+        parts = list(pipe.stream("x", logprobs=0))
+    assert [record.chosen.token_id for record in response.logprobs or ()][3:] == [EOS_TOKEN_ID]
+    assert [record for part in parts for record in part.logprobs or ()] == response.logprobs
+
+
+def test_log_probabilities_end_where_a_stop_string_ends_the_text(pipe: mii.Pipeline) -> None:
+    text = expected_text("hello", 50)
+    (response,) = pipe("hello", max_new_tokens=50, stop=text[10:13], logprobs=0)
+    assert len(response.logprobs or ()) == response.generated_length == text.index(text[10:13]) + 3
+
+
 def test_chat_messages_can_be_streamed(pipe: mii.Pipeline) -> None:
     parts = list(pipe.stream([{"role": "user", "content": "hi"}], max_new_tokens=4))
     assert "".join(map(str, parts)) == expected_text("user: hi\nassistant: ", 4)
@@ -149,7 +197,8 @@ def test_only_one_prompt_can_be_streamed(pipe: mii.Pipeline) -> None:
         ({"prompts": ""}, InvalidRequest),
         ({"prompts": "\ud800"}, InvalidRequest),
         ({"prompts": "a", "max_new_tokens": 0}, InvalidRequest),
-        ({"prompts": "a", "logprobs": 1}, InvalidRequest),
+        ({"prompts": "a", "logprobs": 21}, InvalidRequest),
+        ({"prompts": "x" * 7000, "prompt_logprobs": 20}, InvalidRequest),
         ({"prompts": "a", "max_new_token": 1}, InvalidRequest),
         ({"prompts": "abc", "max_length": 3}, InvalidRequest),
         ({"prompts": "x" * 9000}, PromptTooLong),

@@ -19,10 +19,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mii_zmq.config import EngineConfig
 from mii_zmq.errors import Cancelled, DeadlineExceeded, InternalError, MiiError
+from mii_zmq.response import ResponseReader
 from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.worker.core import EngineCore
@@ -42,6 +43,17 @@ Prompt = str | list[dict[str, Any]]
 """A text, or chat messages for the model's template."""
 
 
+class Piece(NamedTuple):
+    """What a step brought for a sequence."""
+
+    text: str
+    num_tokens: int
+    """Output tokens so far, the ending one included."""
+    finish_reason: str | None
+    records: bytes = b""
+    """Log-probabilities (mii_zmq.logprobs)."""
+
+
 class LocalRequest:
     """One sequence under way: iterate for the pieces of its text. Belongs to the thread that iterates."""
 
@@ -51,10 +63,12 @@ class LocalRequest:
         """Output tokens so far, the ending one included."""
         self.finish_reason: str | None = None
         self.sequence = prepared.sequence
-        self.processor = prepared.output_processor()
-        """The engine thread's, like `put`."""
+        self.reader = ResponseReader(prepared.params)
+        """Has the log-probabilities of what was iterated."""
+        self._processor = prepared.output_processor()
+        self._writer = prepared.record_writer()
         self._engine = engine
-        self._pieces: queue.SimpleQueue[tuple[str, int, str | None] | MiiError] = queue.SimpleQueue()
+        self._pieces: queue.SimpleQueue[Piece | MiiError] = queue.SimpleQueue()
         self._is_over = False
 
     def __iter__(self) -> Iterator[str]:
@@ -68,12 +82,31 @@ class LocalRequest:
         if isinstance(piece, MiiError):
             self._is_over = True
             raise piece
-        text, self.num_tokens, self.finish_reason = piece
+        self.num_tokens, self.finish_reason = piece.num_tokens, piece.finish_reason
+        self.reader.add(piece.records)
         self._is_over = self.finish_reason is not None
-        return text
+        return piece.text
 
-    def put(self, piece: tuple[str, int, str | None] | MiiError) -> None:
-        self._pieces.put(piece)
+    def take(self, output: SequenceOutput) -> str | None:
+        """Hand a step's output, which did not fail, to whom iterates; returns the reason if the sequence has ended.
+        For the engine's thread, like `fail`.
+
+        Raises:
+            InvalidRequest: it asked for more log-probabilities than fit.
+        """
+        text, reason, num_used = self._processor.push(output.token_ids, output.finish_reason)
+        records = b""
+        if self._writer is not None:
+            if output.prompt_scores is not None:
+                self._writer.add_prompt(output.prompt_scores)
+            if output.logprobs is not None:
+                self._writer.add_output(output.token_ids[:num_used], output.logprobs[:num_used])
+            records = self._writer.take()
+        self._pieces.put(Piece(text, self._processor.num_tokens, reason, records))
+        return reason
+
+    def fail(self, error: MiiError) -> None:
+        self._pieces.put(error)
 
     def cancel(self) -> None:
         """Stop generating; harmless after the end."""
@@ -213,7 +246,7 @@ class _EngineThread(threading.Thread):
         with self._ending:
             reason = self._ended_by = self._ended_by or reason
         for request in list(self._requests.values()):
-            request.put(reason)
+            request.fail(reason)
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._inbox.get_nowait()
@@ -277,7 +310,7 @@ class _EngineThread(threading.Thread):
                 try:
                     core.add(request.sequence)
                 except MiiError as error:
-                    request.put(error)
+                    request.fail(error)
                 else:
                     self._requests[request.sequence.seq_id] = request
 
@@ -286,22 +319,25 @@ class _EngineThread(threading.Thread):
         if request is None:
             return
         if output.finish_reason in (None, "stop", "length"):
-            text, reason, _ = request.processor.push(output.token_ids, output.finish_reason)
-            request.put((text, request.processor.num_tokens, reason))
-            if reason is None:
-                return
+            try:
+                reason = request.take(output)
+            except MiiError as error:
+                request.fail(error)
+            else:
+                if reason is None:
+                    return
             if output.finish_reason is None:
-                # A stop string ended it, of which the engine knows nothing.
+                # A stop string or an error ended it, of which the engine knows nothing.
                 core.cancel([output.seq_id])
         else:
-            request.put(_failure(output))
+            request.fail(_failure(output))
         del self._requests[output.seq_id]
 
 
 def _refuse(command: _Add | _Cancel | _Ask, reason: MiiError) -> None:
     if isinstance(command, _Add):
         for request in command.requests:
-            request.put(reason)
+            request.fail(reason)
     elif isinstance(command, _Ask):
         command.answer.set_exception(reason)
 

@@ -99,6 +99,30 @@ def test_a_seed_decides_the_text_in_any_batch(pipe: mii.Pipeline) -> None:
     assert len({choice.generated_text for choice in choices}) == 3
 
 
+def test_log_probabilities_equal_transformers(pipe: mii.Pipeline, tiny_model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    # The temperature of the draws does not change what the model says of them.
+    responses = pipe(PROMPTS, logprobs=3, prompt_logprobs=3, temperature=2.0, seed=5, max_new_tokens=NEW_TOKENS)
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        assert response.logprobs is not None
+        assert response.prompt_logprobs is not None
+        records = [*response.prompt_logprobs[1:], *response.logprobs]
+        prompt_ids = pipe.tokenizer.encode(prompt)
+        token_ids = [*prompt_ids[:1], *(record.chosen.token_id for record in records if record is not None)]
+        assert token_ids[: len(prompt_ids)] == prompt_ids
+        assert len(token_ids) == response.prompt_length + response.generated_length
+        with torch.inference_mode():
+            logits = model(torch.tensor([token_ids])).logits[0, :-1]
+        for record, row in zip(records, logits.log_softmax(-1), strict=True):
+            assert record is not None
+            for entry in (record.chosen, *record.top):
+                assert abs(entry.logprob - row[entry.token_id].item()) < 1e-3
+            assert abs(record.top[0].logprob - row.max().item()) < 1e-3
+
+
 @pytest.mark.parametrize("options", [{}, {"stop": [" ", "a", "\n"]}, {"return_full_text": True}])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_stream_joins_to_the_text(pipe: mii.Pipeline, prompt: str, options: dict[str, Any]) -> None:

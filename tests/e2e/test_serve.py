@@ -101,6 +101,32 @@ def test_every_way_of_asking_gives_the_same_text(client: mii.MIIClient) -> None:
     assert (status, [item["generated_text"] for item in answer]) == (200, texts)
 
 
+def test_log_probabilities_are_the_same_at_every_door(client: mii.MIIClient) -> None:
+    prompts, options = ["DeepSpeed is", "né 👩‍🚀"], {"max_new_tokens": 12, "logprobs": 2, "prompt_logprobs": 1}
+    responses = client.generate(prompts, **options)
+    with mii.pipeline("fake:") as pipe:
+        assert pipe(prompts, **options) == responses
+    assert responses[0].prompt_logprobs is not None
+    assert responses[0].prompt_logprobs[0] is None
+
+    parts = list(client.stream(prompts[1], **options))
+    assert [record for part in parts for record in part.logprobs or ()] == responses[1].logprobs
+    assert parts[0].prompt_logprobs == responses[1].prompt_logprobs
+    assert all(part.prompt_logprobs is None for part in parts[1:])
+
+    _, answer = post(client, {"prompts": prompts, **options})
+    for response, item in zip(responses, answer, strict=True):
+        ours = [(list(e.text), e.logprob) for record in response.logprobs or () for e in (record.chosen, *record.top)]
+        theirs = [entry for place in item["logprobs"] for entry in (place, *place["top_logprobs"])]
+        assert [(entry["bytes"], entry["logprob"]) for entry in theirs] == ours
+        assert len(item["prompt_logprobs"]) == len(response.prompt_logprobs or ())
+        for found, record in zip(item["prompt_logprobs"][1:], (response.prompt_logprobs or ())[1:], strict=True):
+            assert record is not None
+            assert {int(key): (value["logprob"], value["rank"]) for key, value in found.items()} == {
+                entry.token_id: (entry.logprob, entry.rank) for entry in (*record.top, record.chosen)
+            }
+
+
 def test_many_threads_use_one_client(client: mii.MIIClient) -> None:
     def call(index: int) -> str:
         return client.generate(f"thread {index}", max_new_tokens=30)[0].generated_text

@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from mii_zmq.gateway.reasoning import ReasoningSplitter
 from mii_zmq.gateway.tool_calls import ToolCallParser

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mii_zmq.gateway.answers import AnswerReader, Call, Part
+from mii_zmq.gateway.answers import AnswerReader, Call
 from mii_zmq.gateway.http_errors import anthropic_error
+from mii_zmq.gateway.item_writer import Event, ItemWriter
 from mii_zmq.gateway.sse import encode
 from mii_zmq.gateway.tool_formats import ToolFormat
 
@@ -24,73 +25,41 @@ if TYPE_CHECKING:
     from mii_zmq.protocol import FinalBody
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-Event = dict[str, Any]
 
 
-class BlockWriter:
-    """Turns the parts of an answer into content blocks and the events that announce them."""
+class BlockWriter(ItemWriter):
+    """Content blocks and their events."""
 
-    def __init__(self, include_reasoning: bool) -> None:
-        self._include_reasoning = include_reasoning
-        self._kind: str | None = None
-        """Of the block that is open: text or thinking."""
-        self._texts: list[str] = []
-        self.blocks: list[dict[str, Any]] = []
-        """Those that are closed."""
+    text_kind, reasoning_kind = "text", "thinking"
 
-    def write(self, parts: Iterable[Part]) -> list[Event]:
-        events: list[Event] = []
-        for part in parts:
-            if isinstance(part, Call):
-                events += [*self.close(), *self._tool_use(part)]
-            elif isinstance(part, str):
-                events += self._some("text", part)
-            elif self._include_reasoning:
-                events += self._some("thinking", part.text)
-        return events
+    def _opened(self, kind: str) -> list[Event]:
+        return [self._start(_block(kind, ""))]
 
-    def close(self) -> list[Event]:
-        """End the block that is open."""
-        if self._kind is None:
-            return []
-        text, events = "".join(self._texts), []
-        block = {"type": self._kind, self._kind: text}
-        if self._kind == "thinking":
-            block["signature"] = ""
-            events.append(self._delta({"type": "signature_delta", "signature": ""}))
-        events.append({"type": "content_block_stop", "index": len(self.blocks)})
-        self.blocks.append(block)
-        self._kind, self._texts = None, []
-        return events
+    def _delta(self, kind: str, text: str) -> Event:
+        return self._some({"type": f"{kind}_delta", kind: text})
 
-    def _some(self, kind: str, text: str) -> list[Event]:
-        events = []
-        if self._kind != kind:
-            events = self.close()
-            self._kind = kind
-            empty = {"type": kind, kind: ""}
-            if kind == "thinking":
-                empty["signature"] = ""
-            events.append(self._start(empty))
-        self._texts.append(text)
-        events.append(self._delta({"type": f"{kind}_delta", kind: text}))
-        return events
+    def _closed(self, kind: str, text: str, is_cut: bool) -> tuple[dict[str, Any], list[Event]]:
+        signature = [self._some({"type": "signature_delta", "signature": ""})] if kind == "thinking" else []
+        return _block(kind, text), [*signature, self._stop()]
 
-    def _tool_use(self, call: Call) -> list[Event]:
+    def _called(self, call: Call) -> tuple[dict[str, Any], list[Event]]:
         block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
-        events = [
-            self._start(block),
-            self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
-            {"type": "content_block_stop", "index": len(self.blocks)},
-        ]
-        self.blocks.append({**block, "input": json.loads(call.arguments)})
-        return events
+        arguments = {"type": "input_json_delta", "partial_json": call.arguments}
+        events = [self._start(block), self._some(arguments), self._stop()]
+        return {**block, "input": json.loads(call.arguments)}, events
 
     def _start(self, block: dict[str, Any]) -> Event:
-        return {"type": "content_block_start", "index": len(self.blocks), "content_block": block}
+        return {"type": "content_block_start", "index": len(self.items), "content_block": block}
 
-    def _delta(self, delta: dict[str, Any]) -> Event:
-        return {"type": "content_block_delta", "index": len(self.blocks), "delta": delta}
+    def _some(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": len(self.items), "delta": delta}
+
+    def _stop(self) -> Event:
+        return {"type": "content_block_stop", "index": len(self.items)}
+
+
+def _block(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, kind: text} | ({"signature": ""} if kind == "thinking" else {})
 
 
 class MessagesAnswer:
@@ -101,24 +70,24 @@ class MessagesAnswer:
         request_id = generations[0].request_id
         self._id = f"msg_{request_id.hex()}"
         self._reader = AnswerReader(asked.tools, tool_format, request_id)
-        self._writer = BlockWriter(asked.include_reasoning)
+        self._writer = BlockWriter(self._reader, asked.include_reasoning)
 
     def body(self, results: Sequence[Completion]) -> bytes:
         """The answer to a request that was not streamed."""
         result = results[0]
-        self._writer.write(self._reader.push(result.text))
-        self._finish()
-        return encode(self._message(self._writer.blocks, self._stop(result), _usage(result)))
+        self._writer.push(result.text)
+        self._writer.finish(is_cut=result.finish_reason == "length")
+        return encode(self._message(self._writer.items, self._stop(result), _usage(result)))
 
     def first(self, index: int) -> bytes:
         usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end, as message_delta says it
         return _events([{"type": "message_start", "message": self._message([], _stop_as(None), usage)}])
 
     def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
-        return _events(self._writer.write(self._reader.push(msgspec.json.decode(text))))
+        return _events(self._writer.push(msgspec.json.decode(text)))
 
     def last(self, index: int, final: FinalBody) -> bytes:
-        events = self._finish()
+        events = self._writer.finish(is_cut=final.finish_reason == "length")
         events.append({"type": "message_delta", "delta": self._stop(final), "usage": _usage(final)})
         return _events(events)
 
@@ -127,14 +96,6 @@ class MessagesAnswer:
 
     def error(self, error: MiiError) -> bytes:
         return _events([anthropic_error(self._asked.rename(error))])
-
-    def _finish(self) -> list[Event]:
-        """The events of what is left; an answer without anything has one empty text."""
-        parts = self._reader.finish()
-        events = [*self._writer.write(parts), *self._writer.close()]
-        if not self._writer.blocks:
-            events += [*self._writer.write([""]), *self._writer.close()]
-        return events
 
     def _message(self, blocks: list[dict[str, Any]], stop: dict[str, Any], usage: dict[str, int]) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ from mii_zmq.errors import InvalidRequest
 from mii_zmq.gateway.anthropic_fields import MESSAGES_FIELDS, Block, Message, MessagesTool, Thinking
 from mii_zmq.gateway.core_request import CoreRequest, chat_body, check_plain, checked_params, shared_params
 from mii_zmq.gateway.field_rules import apply_rules
-from mii_zmq.gateway.openai_messages import call_for_template
+from mii_zmq.gateway.openai_messages import call_for_template, join_texts, text_of
 from mii_zmq.gateway.output_forms import messages_demand
 from mii_zmq.gateway.request_body import Fields
 from mii_zmq.gateway.tool_choice import MessagesToolChoice, messages_choice
@@ -98,7 +98,7 @@ def _messages(values: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     system = values.get("system")
     if system:
-        found.append({"role": "system", "content": _join(system, "system")})
+        found.append({"role": "system", "content": join_texts(system, "system")})
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
@@ -107,7 +107,7 @@ def _messages(values: dict[str, Any]) -> list[dict[str, Any]]:
         elif message.role == "assistant":
             found.append(_assistant_message(message.content, where, names))
         elif message.role == "system":
-            found.append({"role": "system", "content": _join(message.content, f"{where}.content")})
+            found.append({"role": "system", "content": join_texts(message.content, f"{where}.content")})
         else:
             text = f"{where}.role is {message.role[:40]!r}, allowed: user, assistant, system"
             raise InvalidRequest(text, param=f"{where}.role")
@@ -124,15 +124,15 @@ def _user_messages(content: str | list[Block], where: str, names: dict[str, str]
         if block.type == "tool_result":
             if block.tool_use_id is None:
                 raise InvalidRequest(f"{place}.tool_use_id is missing", param=f"{place}.tool_use_id")
-            result = {"role": "tool", "content": _join(block.content or "", f"{place}.content")}
+            result = {"role": "tool", "content": join_texts(block.content or "", f"{place}.content")}
             result["tool_call_id"] = block.tool_use_id
             if block.tool_use_id in names:
                 result["name"] = names[block.tool_use_id]
             found.append(result)
         elif found and found[-1]["role"] == "user":
-            found[-1]["content"] += "\n" + _text(block, place)
+            found[-1]["content"] += "\n" + text_of(block, place)
         else:
-            found.append({"role": "user", "content": _text(block, place)})
+            found.append({"role": "user", "content": text_of(block, place)})
     if not found:
         raise InvalidRequest(f"{where}.content is an empty list; send some text", param=f"{where}.content")
     return found
@@ -153,26 +153,10 @@ def _assistant_message(content: str | list[Block], where: str, names: dict[str, 
             arguments = check_plain(block.input or {}, f"{place}.input")
             calls.append(call_for_template(block.id, block.name, arguments))
         elif block.type != "redacted_thinking":
-            texts.append(_text(block, place))
+            texts.append(text_of(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _join(content: str | list[Block], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(_text(block, f"{where}[{index}]") for index, block in enumerate(content))
-
-
-def _text(block: Block, where: str) -> str:
-    if block.type != "text":
-        raise InvalidRequest(
-            f"{where}.type is {block.type[:40]!r}; this server handles text only", param=f"{where}.type"
-        )
-    if block.text is None:
-        raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
-    return block.text

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,6 +19,15 @@ class TextPart(msgspec.Struct):
 
     type: str
     text: str | None = None
+
+
+class ContentPart(Protocol):
+    """A part of content at any door."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def text(self) -> str | None: ...
 
 
 class CalledFunction(msgspec.Struct):
@@ -84,7 +93,7 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     if content is None and message.role != "assistant":
         raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
     if isinstance(content, list):
-        content = "\n".join(_text(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+        content = join_texts(content, f"{where}.content")
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:
@@ -125,8 +134,16 @@ def _tool_call(call: MessageToolCall, where: str) -> dict[str, Any]:
     return call_for_template(call.id, call.function.name, arguments)
 
 
-def _text(part: TextPart, where: str) -> str:
-    if part.type != "text":
+def join_texts(content: str | Sequence[ContentPart], where: str, types: Collection[str] = ("text",)) -> str:
+    """Content that is a text or a list of parts, a part per line. Raises InvalidRequest."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(text_of(part, f"{where}[{index}]", types) for index, part in enumerate(content))
+
+
+def text_of(part: ContentPart, where: str, types: Collection[str] = ("text",)) -> str:
+    """Raises InvalidRequest: a part of another type, or without text."""
+    if part.type not in types:
         raise InvalidRequest(
             f"{where}.type is {part.type[:40]!r}; this server handles text only", param=f"{where}.type"
         )

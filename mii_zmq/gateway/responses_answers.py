@@ -14,6 +14,7 @@ import msgspec
 
 from mii_zmq.gateway.answers import AnswerReader, Call, Part
 from mii_zmq.gateway.http_errors import openai_error
+from mii_zmq.gateway.item_writer import Event, ItemWriter
 from mii_zmq.gateway.logprob_bodies import ChatWriter
 from mii_zmq.gateway.message_logprobs import MessageRecords
 from mii_zmq.gateway.sse import encode
@@ -26,77 +27,52 @@ if TYPE_CHECKING:
     from mii_zmq.gateway.responses_schemas import ResponsesRequest
     from mii_zmq.protocol import FinalBody
 
-Event = dict[str, Any]
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIXES = {"message": "msg", "reasoning": "rs"}
 
 
-class ItemWriter:
-    """Turns the parts of an answer into output items and the events that announce them."""
+class ResponseItemWriter(ItemWriter):
+    """Output items and their events."""
 
-    def __init__(self, response_id: str, include_reasoning: bool) -> None:
+    text_kind, reasoning_kind = "message", "reasoning"
+
+    def __init__(self, response_id: str, reader: AnswerReader, include_reasoning: bool) -> None:
+        super().__init__(reader, include_reasoning)
         self._response_id = response_id
-        self._include_reasoning = include_reasoning
-        self._kind: str | None = None
-        """Of the item that is open: message or reasoning."""
-        self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         """Of the tokens of the message that is open."""
         self._waiting: list[dict[str, Any]] = []
-        self.items: list[dict[str, Any]] = []
-        """Those that are closed."""
 
-    def write(self, parts: Iterable[Part], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
-        """`logprobs`, of the message's tokens, wait for its first text, and go with it or by themselves then."""
-        events: list[Event] = []
+    def wait_for_text(self, logprobs: Iterable[dict[str, Any]]) -> None:
+        """Log-probabilities of the message's tokens: they go with its next text, or by themselves if it is open."""
         self._waiting += logprobs
-        for part in parts:
-            if isinstance(part, Call):
-                events += [*self.close(), *self._function_call(part)]
-            elif isinstance(part, str):
-                events += self._some("message", part)
-            elif self._include_reasoning:
-                events += self._some("reasoning", part.text)
+
+    def _write(self, parts: Iterable[Part]) -> list[Event]:
+        events = super()._write(parts)
         is_open = self._kind == "message"
-        return [*events, *self._some("message", "")] if self._waiting and is_open else events
+        return [*events, *self._continue("message", "")] if self._waiting and is_open else events
 
-    def close(self, status: str = "completed") -> list[Event]:
-        """End the item that is open."""
-        if self._kind is None:
-            return []
-        text, kind = "".join(self._texts), self._kind
-        part, item = self._part(kind, text), self._item(kind, status)
-        item["content"] = [part]
-        name = _PARTS[kind]
-        place = self._place(content_index=0)
-        done: Event = {"type": f"response.{name}.done", **place, "text": text}
-        if kind == "message":
-            done["logprobs"] = part["logprobs"]
-        events = [
-            done,
-            {"type": "response.content_part.done", **place, "part": part},
-            {"type": "response.output_item.done", "output_index": len(self.items), "item": item},
-        ]
-        self.items.append(item)
-        self._kind, self._texts, self._logprobs = None, [], []
-        return events
+    def _opened(self, kind: str) -> list[Event]:
+        part = {"type": "response.content_part.added", **self._place(kind), "part": self._part(kind, "")}
+        return [self._added(self._item(kind, "in_progress")), part]
 
-    def _some(self, kind: str, text: str) -> list[Event]:
-        events = []
-        if self._kind != kind:
-            events = self.close()
-            self._kind = kind
-            item = self._item(kind, "in_progress")
-            part = {"type": "response.content_part.added", **self._place(content_index=0)}
-            events += [self._added(item), part | {"part": self._part(kind, "")}]
-        self._texts.append(text)
-        delta: Event = {"type": f"response.{_PARTS[kind]}.delta", **self._place(content_index=0), "delta": text}
+    def _delta(self, kind: str, text: str) -> Event:
+        delta: Event = {"type": f"response.{_PARTS[kind]}.delta", **self._place(kind), "delta": text}
         if kind == "message":
             delta["logprobs"], self._waiting = self._waiting, []
             self._logprobs += delta["logprobs"]
-        return [*events, delta]
+        return delta
 
-    def _function_call(self, call: Call) -> list[Event]:
+    def _closed(self, kind: str, text: str, is_cut: bool) -> tuple[dict[str, Any], list[Event]]:
+        part, place = self._part(kind, text), self._place(kind)
+        item = {**self._item(kind, "incomplete" if is_cut else "completed"), "content": [part]}
+        done: Event = {"type": f"response.{_PARTS[kind]}.done", **place, "text": text}
+        if kind == "message":
+            done["logprobs"] = part["logprobs"]
+            self._logprobs = []
+        return item, [done, {"type": "response.content_part.done", **place, "part": part}, self._done(item)]
+
+    def _called(self, call: Call) -> tuple[dict[str, Any], list[Event]]:
         item = {
             "id": self._item_id("fc"),
             "type": "function_call",
@@ -107,17 +83,18 @@ class ItemWriter:
         }
         place = {"item_id": item["id"], "output_index": len(self.items)}
         name = "response.function_call_arguments"
-        events = [
+        return item, [
             self._added({**item, "arguments": "", "status": "in_progress"}),
             {"type": f"{name}.delta", **place, "delta": call.arguments},
             {"type": f"{name}.done", **place, "name": call.name, "arguments": call.arguments},
-            {"type": "response.output_item.done", "output_index": len(self.items), "item": item},
+            self._done(item),
         ]
-        self.items.append(item)
-        return events
 
     def _added(self, item: dict[str, Any]) -> Event:
         return {"type": "response.output_item.added", "output_index": len(self.items), "item": item}
+
+    def _done(self, item: dict[str, Any]) -> Event:
+        return {"type": "response.output_item.done", "output_index": len(self.items), "item": item}
 
     def _item(self, kind: str, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(_PREFIXES[kind]), "type": kind, "status": status, "content": []}
@@ -127,9 +104,8 @@ class ItemWriter:
         part: dict[str, Any] = {"type": _PARTS[kind], "text": text}
         return {**part, "annotations": [], "logprobs": list(self._logprobs)} if kind == "message" else part
 
-    def _place(self, **more: int) -> dict[str, Any]:
-        item_id = self._item_id(_PREFIXES[self._kind or "message"])
-        return {"item_id": item_id, "output_index": len(self.items), **more}
+    def _place(self, kind: str) -> dict[str, Any]:
+        return {"item_id": self._item_id(_PREFIXES[kind]), "output_index": len(self.items), "content_index": 0}
 
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._response_id}_{len(self.items)}"
@@ -143,8 +119,8 @@ class ResponsesAnswer:
         request_id = generations[0].request_id
         self._id = request_id.hex()
         self._created = int(time.time())
-        self._reader = AnswerReader(asked.tools, tool_format, request_id)
-        self._writer = ItemWriter(self._id, asked.include_reasoning)
+        reader = AnswerReader(asked.tools, tool_format, request_id)
+        self._writer = ResponseItemWriter(self._id, reader, asked.include_reasoning)
         self._records = MessageRecords()
         self._num_events = 0
 
@@ -178,18 +154,15 @@ class ResponsesAnswer:
 
     def _push(self, text: str, logprobs: bytes) -> list[Event]:
         records = self._records.push(text, decode_records(logprobs)) if self._asked.logprobs.num_top is not None else ()
-        return self._writer.write(self._reader.push(text), self._entries(records))
+        self._writer.wait_for_text(self._entries(records))
+        return self._writer.push(text)
 
     def _entries(self, records: Sequence[Record]) -> list[dict[str, Any]]:
         return ChatWriter(self._asked.logprobs).entries(records)
 
     def _finish(self, result: Completion | FinalBody) -> list[Event]:
-        """The events of what is left; an answer without anything has one empty message."""
-        events = self._writer.write(self._reader.finish(), self._entries(self._records.finish()))
-        events += self._writer.close("incomplete" if result.finish_reason == "length" else "completed")
-        if not self._writer.items:
-            events += [*self._writer.write([""]), *self._writer.close()]
-        return events
+        self._writer.wait_for_text(self._entries(self._records.finish()))
+        return self._writer.finish(is_cut=result.finish_reason == "length")
 
     def _response(self, result: Completion | FinalBody | None) -> dict[str, Any]:
         """`result`: None while the answer is in progress."""

@@ -21,7 +21,7 @@ from mii_zmq.gateway.core_request import (
 )
 from mii_zmq.gateway.field_rules import apply_rules
 from mii_zmq.gateway.logprob_bodies import LogprobView
-from mii_zmq.gateway.openai_messages import TextPart, call_for_template, read_arguments
+from mii_zmq.gateway.openai_messages import TextPart, call_for_template, join_texts, read_arguments
 from mii_zmq.gateway.output_forms import TextConfig, TextFormat, responses_demand
 from mii_zmq.gateway.request_body import Fields
 from mii_zmq.gateway.responses_fields import RESPONSES_FIELDS, InputItem
@@ -176,12 +176,4 @@ def _needed(value: str | None, where: str) -> str:
 def _join(content: str | list[TextPart] | None, where: str) -> str:
     if content is None:
         raise InvalidRequest(f"{where} is missing", param=where)
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        if part.type not in TEXT_TYPES:
-            text = f"{where}[{index}].type is {part.type[:40]!r}; this server handles text only"
-            raise InvalidRequest(text, param=f"{where}[{index}].type")
-        texts.append(_needed(part.text, f"{where}[{index}].text"))
-    return "\n".join(texts)
+    return join_texts(content, where, TEXT_TYPES)

@@ -98,6 +98,7 @@ def main() -> None:
             "output_tokens_per_s": round(found["output_tokens"] / found["seconds"], 1),
             "seconds": round(found["seconds"], 3), "steps": found["steps"],
             "steps_per_s": round(found["steps"] / found["seconds"], 1),
+            "tokens_per_step": round(found["output_tokens"] / found["steps"], 1),
         }  # fmt: skip
         print(json.dumps(line), flush=True)
     core.close()

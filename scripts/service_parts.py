@@ -129,12 +129,14 @@ async def closed_loops(
         await asyncio.sleep(STATUS_AGE_S)
         after = service.status()
         summary = summarize(level.records, level.seconds, PERCENTILES)
+        steps = increase(before, after, "step")
         rate, alone = summary.output_throughput, offline_rates.get(concurrency)
         yield {
             "test": f"service {concurrency}", "concurrency": concurrency, "requests": count,
             "failures": summary.failures, "output_tokens_per_s": round(rate, 1),
             "share_of_offline": round(rate / alone, 4) if alone else None, "seconds": round(level.seconds, 3),
-            "steps": increase(before, after, "step"), "step_ms": after.get("step_ms"),
+            "steps": steps, "steps_per_s": steps and round(steps / level.seconds, 1),
+            "tokens_per_step": steps and round(summary.total_output_tokens / steps, 1), "step_ms": after.get("step_ms"),
             "preemptions": increase(before, after, "num_preemptions"),
             "events_per_token": events_per_token(level.records),
             **{f"{name}_ms": shown(found) for name, found in summary.latencies.items() if name != "client_queue"},

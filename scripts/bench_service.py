@@ -61,8 +61,9 @@ class Printer:
         self._more = settings
 
     def __call__(self, result: Result) -> None:
-        if result.get("failures"):
-            self.problems.append(f"{result['test']}: failed requests: {result['failures']}")
+        for name, found in {"": result, **result.get("beside_figures", {})}.items():
+            if found.get("failures"):
+                self.problems.append(f"{result['test']} {name}: failed requests: {found['failures']}")
         line = json.dumps({**result, **self._more})
         print(line, flush=True)
         if self._out:

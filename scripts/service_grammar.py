@@ -9,7 +9,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from service_load import LoadPool
@@ -17,7 +17,7 @@ from service_parts import PERCENTILES, Bench, Result, gaps_between, merge, shown
 from service_stack import DEPLOYMENT, OPENER, CpuWatch, Service
 
 from mii_zmq.bench_datasets import RandomOptions
-from mii_zmq.bench_metrics import distribution, summarize
+from mii_zmq.bench_metrics import RequestRecord, distribution, summarize
 
 LEAD_S = 1.0
 """Of a window in which inter-token times are taken: streams begin, grammars are compiled."""
@@ -34,8 +34,7 @@ async def structured(bench: Bench, service: Service, pool: LoadPool, limit_s: fl
     plain = RandomOptions(sizes.input_len // 4, sizes.output_len * 2)
     chat = RandomOptions(sizes.input_len // 4, sizes.output_len)
     gaps: dict[str, list[float]] = {"alone": [], "plain": [], "grammar": []}
-    beside_failures: dict[str, dict[str, int]] = {"plain": {}, "grammar": {}}
-    beside_outputs: dict[str, int] = {"plain": 0, "grammar": 0}
+    beside_records: dict[str, list[RequestRecord]] = {"plain": [], "grammar": []}
     failures: dict[str, int] = {}
     cpu: dict[str, dict[str, float]] = {}
     for turn, kind in enumerate(("alone", "plain", "grammar", "grammar", "plain")):
@@ -50,14 +49,23 @@ async def structured(bench: Bench, service: Service, pool: LoadPool, limit_s: fl
         cpu[kind] = {name: shares["mean"] for name, shares in watch.shares(level.start_at, level.seconds).items()}
         merge(failures, summarize(level.records, level.seconds).failures)
         if kind != "alone":
-            merge(beside_failures[kind], summarize(level.beside, level.seconds).failures)
-            beside_outputs[kind] += sum(record.output_tokens for record in level.beside)
+            beside_records[kind] += level.beside
     medians = {kind: found.median for kind, values in gaps.items() if (found := distribution(values, PERCENTILES))}
+    is_known = "grammar" in medians and medians.get("plain", 0.0) > 0
     yield {
         "test": "structured", "plain_streams": sizes.num_plain, "beside": sizes.num_beside, "failures": failures,
-        "itl_ratio": round(medians["grammar"] / medians["plain"], 4) if len(medians) == len(gaps) else None,
+        "itl_ratio": round(medians["grammar"] / medians["plain"], 4) if is_known else None,
         **{f"itl_{kind}_ms": shown(distribution(values, PERCENTILES)) for kind, values in gaps.items()},
-        "beside_failures": beside_failures, "beside_output_tokens": beside_outputs, "cpu": cpu,
+        "beside_figures": {kind: figures(records) for kind, records in beside_records.items()}, "cpu": cpu,
+    }  # fmt: skip
+
+
+def figures(records: Sequence[RequestRecord]) -> Result:
+    """Of the load beside: if it gets on more slowly, there is less of it, and the others have it easier."""
+    summary = summarize(records, 0.0, PERCENTILES)
+    return {
+        "requests": len(records), "failures": summary.failures, "output_tokens": summary.total_output_tokens,
+        **{f"{name}_ms": shown(summary.latencies[name]) for name in ("ttft", "tpot")},
     }  # fmt: skip
 
 

@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEPLOYMENT = "bench"
 NUM_TAIL_LINES = 40
 POLL_S = 0.1
+PARTS = {"engine_process": "engine", "rank_process": "rank", "grammar_process": "grammar"}
+"""Of a worker group, beside the actor."""
 STOP_S = 20.0
 HANG_S = 5.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -73,11 +75,14 @@ class Service:
 
     @property
     def pids(self) -> dict[str, int]:
-        """By the process's part in it."""
+        """By the process's part in it; that of grammars is there once one was asked for."""
         assert self._record is not None
         found = {("actor" if name == "worker 1" else name): pid for name, pid in self._record.processes.items()}
-        engines = _children(found["actor"])
-        return {**found, **{"engine" if not index else f"rank {index}": pid for index, pid in enumerate(engines)}}
+        for pid in _descendants(found["actor"]):
+            name = PARTS.get(_module(pid), "other")
+            number = sum(known.partition(" ")[0] == name for known in found)
+            found[f"{name} {number + 1}" if number else name] = pid
+        return found
 
     @property
     def is_whole(self) -> bool:
@@ -178,8 +183,13 @@ async def _wait_until(is_so: Any, limit_s: float) -> bool:
     return True
 
 
-def _children(pid: int) -> list[int]:
-    return sorted(child for child, parent in _parents().items() if parent == pid)
+def _module(pid: int) -> str:
+    """What a process was started to run, the last part of its name."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words[:-1] else ""
 
 
 def _descendants(pid: int) -> list[int]:

@@ -45,7 +45,7 @@ from mii_zmq.errors import MiiError
 from mii_zmq.tokenizer import load_tokenizer
 
 PARTS = ("offline", "closed", "sla", "structured")
-NEEDED_S = {"offline": 60.0, "closed": 45.0, "sla": 100.0, "structured": 40.0}
+NEEDED_S = {"offline": 60.0, "closed": 45.0, "sla": 100.0, "structured": 50.0}
 """Without so much time left a part is not begun; in a dry run without NEEDED_DRY_S."""
 NEEDED_DRY_S = 5.0
 LEVEL_LIMIT_S = 75.0

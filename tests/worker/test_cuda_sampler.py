@@ -86,12 +86,16 @@ class Rows:
             history = self.token_ids[slot, : self.lengths[slot]].tolist()
             sampler.install(slot, self.specs[slot], history, num_prompt_tokens)
 
-    def step(self, logits: Tensor, order: list[int] | None = None) -> list[int]:
+    def step(
+        self, logits: Tensor, order: list[int] | None = None, masks: dict[int, bytes] | None = None
+    ) -> list[int]:
         """Draw with both, compare, append; two padding rows of NaN stand behind the real ones."""
         slots = order or list(range(self.num_rows))
         positions = [self.lengths[slot] for slot in slots]
         before = self.token_ids.clone()
-        want, is_finite = self.oracle.sample(logits.clone(), slots, positions, before)
+        want, is_finite = self.oracle.sample(logits.clone(), slots, positions, before, masks)
+        if masks:
+            self.tested.set_masks(masks)
         variant = self.tested.prepare(slots)
         padded = torch.cat([logits, torch.full((2, self.vocab_size), float("nan"))])
         kept = padded.clone()
@@ -194,6 +198,42 @@ def test_sequences_go_on_after_a_resumption_and_slots_are_reused() -> None:
     rows.step(random_logits(21, 2, 40, scale=1.0))
 
 
+def random_mask(seed: int, vocab_size: int, share: float = 0.1) -> bytes:
+    """Some ids of a vocabulary, at least its last one, as `StepPlan.masks` has them."""
+    allowed = torch.rand(vocab_size, generator=torch.Generator().manual_seed(seed)) < share
+    allowed[-1] = True
+    words = -(-vocab_size // 32)
+    return sum(1 << index for index in allowed.nonzero().flatten().tolist()).to_bytes(4 * words, "little")
+
+
+MASKED = [
+    SamplingSpec(is_masked=True),
+    replace(DRAWN, is_masked=True),
+    replace(DRAWN, is_masked=True, top_p=0.9),
+    replace(DRAWN, is_masked=True, top_k=5, logit_bias=((299, 9.0),)),
+    replace(EDITED, is_masked=True, temperature=0.8, bad_words=((7,),)),
+    replace(DRAWN, is_masked=True, allowed_token_ids=tuple(range(150, 300))),
+]
+"""Between them stand rows without a mask."""
+
+
+@interpreted
+def test_masks_of_grammars_change_every_step_and_touch_no_other_row() -> None:
+    specs = [spec for masked in MASKED for spec in (masked, replace(masked, is_masked=False))]
+    rows = Rows(300, specs, random_histories(8, len(specs), 24), [5 + row for row in range(len(specs))])
+    for case in range(3):
+        masks = {slot: random_mask(10 * case + slot, 300) for slot, spec in enumerate(specs) if spec.is_masked}
+        drawn = rows.step(random_logits(30 + case, len(specs), 300), masks=masks)
+        for slot, mask in masks.items():
+            assert mask[drawn[slot] // 8] >> (drawn[slot] % 8) & 1
+        assert drawn[10] >= 150
+    # A slot whose next sequence has no grammar is free of the old one's mask.
+    del masks[0]
+    rows.specs[0] = SamplingSpec(allowed_token_ids=(3, 4))
+    rows.install(0)
+    assert rows.step(random_logits(40, len(specs), 300), masks=masks)[0] in (3, 4)
+
+
 @not_interpreted
 def test_the_variant_is_what_the_batch_needs() -> None:
     sampler = CudaSampler(4, 100, CPU)
@@ -204,6 +244,9 @@ def test_the_variant_is_what_the_batch_needs() -> None:
     assert sampler.prepare([0, 1]) == SamplingVariant(is_sampled=True)
     assert sampler.prepare([2]) == SamplingVariant(is_sampled=True, is_filtered=True)
     assert sampler.prepare([0, 3]) == SamplingVariant(is_edited=True)
+    sampler.install(3, SamplingSpec(is_masked=True), [1], 1)
+    assert sampler.prepare([3]) == SamplingVariant(is_edited=True)
+    assert sampler.prepare([0]) == SamplingVariant()
     sampler.install(1, replace(DRAWN, top_k=100, bad_words=((200,), ())), [1], 1)
     assert sampler.prepare([1]) == SamplingVariant(is_sampled=True)
     sampler.release([1, 1])
@@ -244,10 +287,12 @@ def test_a_captured_graph_equals_the_cpu_sampler(vocab_size: int, dtype: torch.d
     histories = random_histories(6, num_rows, vocab_size, length + 8)
     tested, oracle = CudaSampler(num_rows, vocab_size, device), Sampler(num_rows, vocab_size, CPU)
     for slot in range(num_rows):
-        spec = replace(SPECS[slot % len(SPECS)], seed=slot)
+        spec = replace((SPECS + MASKED)[slot % (len(SPECS) + len(MASKED))], seed=slot)
         for sampler in (tested, oracle):
             sampler.install(slot, spec, histories[slot, :length].tolist(), 50)
     slots = list(range(num_rows))
+    masked = [slot for slot in slots if slot % (len(SPECS) + len(MASKED)) >= len(SPECS)]
+    tested.set_masks({slot: random_mask(slot, vocab_size) for slot in masked})
     variant = tested.prepare(slots)
     tested.reserve(variant)
     logits = torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)
@@ -269,8 +314,10 @@ def test_a_captured_graph_equals_the_cpu_sampler(vocab_size: int, dtype: torch.d
         fresh = random_logits(step, num_rows, vocab_size).to(dtype)
         logits.copy_(fresh)
         positions.fill_(length + step)
+        masks = {slot: random_mask(100 * step + slot, vocab_size, 0.9) for slot in masked}
+        tested.set_masks(masks)
         graph.replay()
-        want, is_finite = oracle.sample(fresh.float(), slots, [length + step] * num_rows, host_ids)
+        want, is_finite = oracle.sample(fresh.float(), slots, [length + step] * num_rows, host_ids, masks)
         assert is_finite.all()
         assert finite.all()
         assert ids.tolist() == want.tolist()

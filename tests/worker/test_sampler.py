@@ -318,6 +318,34 @@ def test_stop_ids_are_masked_until_min_new_tokens() -> None:
     assert [rows.step(logits.unsqueeze(0), [2])[0] for _ in range(2)] == [5, 3]
 
 
+def test_masks_of_grammars_equal_allowed_tokens_and_combine_with_all_options() -> None:
+    """A mask is of one step; a row beside it is as without."""
+    allowed, bits = (0, 3, 9, 31, 32, 64, 149), 0
+    for token_id in allowed:
+        bits |= 1 << token_id
+    mask = bits.to_bytes(20, "little")
+    logits = random_logits(77, 3, 150)
+    for spec in (SamplingSpec(), DRAWN, replace(DRAWN, top_p=0.8, logit_bias=((9, 3.0),), bad_words=((64,),))):
+        rows = Rows(150)
+        for slot, options in enumerate((spec, replace(spec, allowed_token_ids=allowed), spec)):
+            rows.install(slot, options, [1, 2, 3])
+        positions = [rows.lengths[slot] for slot in range(3)]
+        drawn, is_finite = rows.sampler.sample(logits[[0, 0, 0]], [0, 1, 2], positions, rows.token_ids, {0: mask})
+        free, _ = rows.sampler.sample(logits[[0, 0, 0]], [0, 1, 2], positions, rows.token_ids)
+        assert is_finite.all()
+        assert drawn[0] == drawn[1] == free[1]
+        assert drawn[2] == free[2] == free[0]
+
+
+def test_a_mask_keeps_logits_that_are_not_finite() -> None:
+    rows = Rows(40)
+    rows.install(0, SamplingSpec(is_masked=True), [1])
+    logits = random_logits(5, 1, 40)
+    logits[0, 7] = float("nan")
+    _, is_finite = rows.sampler.sample(logits, [0], [1], rows.token_ids, {0: b"\x0f" + bytes(7)})
+    assert not is_finite[0]
+
+
 def test_everything_masked_is_reported_and_touches_no_other_row() -> None:
     rows = Rows(5)
     words = tuple((token_id,) for token_id in range(5))

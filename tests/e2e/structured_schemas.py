@@ -35,7 +35,9 @@ SCHEMAS: list[dict[str, Any]] = [
     record([], a={"type": "boolean"}, b={"type": "boolean"}, c={"type": "null"}),
     record(inner=record(deeper=record(deepest=SMALL))),
     {"anyOf": [SMALL, NAME, {"type": "null"}]},
-    record(value={"anyOf": [{"type": "null"}, record(kind={"const": "n"}, n=SMALL), record(kind={"const": "s"}, s=NAME)]}),
+    record(
+        value={"anyOf": [{"type": "null"}, record(kind={"const": "n"}, n=SMALL), record(kind={"const": "s"}, s=NAME)]}
+    ),
     record(points={"type": "array", "items": {"$ref": "#/$defs/point"}, "maxItems": 3}) | {"$defs": {"point": POINT}},
     {"type": ["integer", "null"], "minimum": 0, "maximum": 9},
     record(status={"enum": ["ok", "failed"]}, code={"type": "integer", "minimum": 100, "maximum": 599}, note=NAME)

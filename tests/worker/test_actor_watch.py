@@ -50,6 +50,15 @@ async def test_a_report_without_a_step_is_no_progress(harness: Harness) -> None:
     assert harness.actor.heartbeat() is None
 
 
+async def test_waiting_for_masks_is_no_hang(harness: Harness) -> None:
+    load = load_values(Load(step=200, running=1))
+    harness.actor.on_step(StepReport(200, (), load))
+    harness.watchdog.stuck_s = 15.0
+    harness.actor.on_step(StepReport(200, (), load, awaits_masks=True))
+    harness.actor._watch()
+    assert harness.actor.heartbeat() is not None
+
+
 async def test_a_hung_engine_counts_as_lost(harness: Harness) -> None:
     harness.watchdog.stuck_s = 11.0
     harness.actor._watch()

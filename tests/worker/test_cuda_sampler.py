@@ -86,9 +86,7 @@ class Rows:
             history = self.token_ids[slot, : self.lengths[slot]].tolist()
             sampler.install(slot, self.specs[slot], history, num_prompt_tokens)
 
-    def step(
-        self, logits: Tensor, order: list[int] | None = None, masks: dict[int, bytes] | None = None
-    ) -> list[int]:
+    def step(self, logits: Tensor, order: list[int] | None = None, masks: dict[int, bytes] | None = None) -> list[int]:
         """Draw with both, compare, append; two padding rows of NaN stand behind the real ones."""
         slots = order or list(range(self.num_rows))
         positions = [self.lengths[slot] for slot in slots]

@@ -68,8 +68,9 @@ def test_step_reports_keep_rows_and_load() -> None:
         OutputRow(2, [], "error", 0, error),
         OutputRow(3, [6], None, 0, None, [found], [found, found]),
     ]
-    report = decode_from_engine(encode(StepReport(3, rows, load_values(load))))
+    report = decode_from_engine(encode(StepReport(3, rows, load_values(load), awaits_masks=True)))
     assert isinstance(report, StepReport)
+    assert report.awaits_masks
     assert load_from_values(report.load) == load
     plain = (-0.5, 2, (8, 6), (-0.25, -0.5))
     assert [OutputRow(*row) for row in report.rows] == [

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -27,7 +28,7 @@ from mii_zmq.worker.engine_channel import (
     load_from_values,
 )
 from mii_zmq.worker.engine_process import is_explained
-from mii_zmq.worker.plan import SequenceRequest
+from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
 from tests.worker.scripted_broker import open_context
 
 pytestmark = pytest.mark.slow
@@ -167,3 +168,39 @@ def test_only_what_is_not_our_own_error_is_traced() -> None:
     lost.__cause__.__cause__ = RuntimeError("CUDA error")
     assert not is_explained(lost)
     assert not is_explained(ValueError("a bug"))
+
+
+def test_output_follows_a_grammar_and_the_engine_sleeps_while_it_waits_for_masks() -> None:
+    pytest.importorskip("xgrammar")
+    with engine("--model=fake:") as peer:
+        ready = peer.take(EngineReady)
+        assert ready.limits.takes_grammars
+        assert "json_schema" in ready.info["structured_output"]
+        sampling = SamplingSpec(stop_token_ids=(256,), is_masked=True)
+        wanted = request(1, max_new_tokens=20, sampling=sampling, grammar=("regex", "[ab]{4}"))
+        peer.send(AddSequence(wanted))
+        waiting = peer.take(StepReport, lambda report: report.awaits_masks)
+        assert load_from_values(waiting.load).waiting == 1
+        ticks = process_ticks(peer.child.pid)
+        peer.take(StepReport, lambda report: report.awaits_masks)
+        assert process_ticks(peer.child.pid) - ticks < 25, "it did not sleep for half a second"
+        found: list[int] = []
+        reason = None
+        while reason is None:
+            (row,) = peer.take_rows()
+            found += row.token_ids
+            reason = row.finish_reason
+        assert reason == "stop"
+        assert set(bytes(found[:-1])) <= set(b"ab")
+        assert len(found) == 5
+        refused = request(2, sampling=sampling, grammar=("regex", "(a"))
+        peer.send(AddSequence(refused))
+        (row,) = peer.take_rows()
+        assert row.error is not None
+        assert row.error["code"] == "invalid_request"
+
+
+def process_ticks(pid: int) -> int:
+    """Processor time in hundredths of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

@@ -17,6 +17,7 @@ samplings = st.builds(
     top_k=st.integers(0, 1000),
     stop_token_ids=ids.map(tuple),
     bad_words=st.lists(ids.map(tuple), max_size=3).map(tuple),
+    is_masked=st.booleans(),
 )
 plans = st.builds(
     StepPlan,
@@ -28,6 +29,7 @@ plans = st.builds(
     ),
     freed_slots=ids,
     copies=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3),
+    masks=st.dictionaries(st.integers(0, 99), st.binary(max_size=12), max_size=3),
 )
 
 
@@ -49,6 +51,7 @@ def test_a_plan_survives_the_wire(plan: StepPlan):
         st.integers(-5, 5),
         st.none() | st.floats(0, 1e6),
         st.text(max_size=8).filter(lambda text: text.isprintable()),
+        grammar=st.none() | st.tuples(st.just("regex"), st.text(max_size=8)),
     )
 )
 def test_a_request_survives_the_wire(request: SequenceRequest):

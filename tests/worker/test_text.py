@@ -341,3 +341,39 @@ def test_streamed_unstreamed_and_resumed_text_agree(name: str, text: str, option
     active = [] if options["ignore_eos"] else options["stop"]
     if options["min_new_tokens"] == 0:
         assert not any(stop in whole[0].removeprefix("P:") for stop in active)
+
+
+# --- structured output ---------------------------------------------------------------------------------------------
+
+
+def test_a_grammar_goes_to_the_engine_with_the_request():
+    prepared = build(engine=limits(takes_grammars=True), structured_output={"kind": "regex", "value": "a+"})
+    assert prepared.sequence.grammar == ("regex", "a+")
+    assert prepared.sequence.sampling.is_masked
+    plain = build(engine=limits(takes_grammars=True))
+    assert plain.sequence.grammar is None
+    assert not plain.sequence.sampling.is_masked
+
+
+@pytest.mark.parametrize(
+    ("takes_grammars", "wanted", "reason"),
+    [
+        (False, {"kind": "regex", "value": "a+"}, "extra 'structured'"),
+        (True, {"kind": "json_schema", "value": '{"not": {}}'}, "/not cannot be enforced"),
+        (True, {"kind": "json_schema", "value": "{"}, "no JSON"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused_before_it_reaches_the_engine(
+    takes_grammars: bool, wanted: dict[str, str], reason: str
+):
+    error = refusal(engine=limits(takes_grammars=takes_grammars), structured_output=wanted)
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "structured_output"
+    assert reason in error.message
+
+
+def test_a_tokenizer_that_does_not_spell_its_tokens_takes_no_grammar():
+    params = SamplingParams.from_mapping({"structured_output": {"kind": "regex", "value": "a+"}})
+    engine = limits(takes_grammars=True, vocab_size=2000)
+    with pytest.raises(InvalidRequest, match="bytes of its tokens"):
+        build_sequence(tiny_tokenizers.word_pieces(), engine, params, REQUEST_ID, PromptInput(token_ids=[1]))

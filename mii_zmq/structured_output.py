@@ -33,6 +33,13 @@ class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def check_structured_output(grammar: StructuredOutput) -> None:
     """Raise InvalidRequest for what is too long, too deep, empty or no JSON where JSON is due."""
     value, kind = grammar.value, grammar.kind
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise _invalid(
+                f"its {kind} holds a lone surrogate at character {error.start}; send valid Unicode"
+            ) from None
     if len(value) > MAX_GRAMMAR_CHARS:
         raise _invalid(f"its {kind} has {len(value)} characters, allowed: at most {MAX_GRAMMAR_CHARS}")
     if kind == "json_object":
@@ -45,8 +52,8 @@ def check_structured_output(grammar: StructuredOutput) -> None:
         return
     parsed = _parse(value, kind)
     if kind == "choice":
-        is_fine = isinstance(parsed, list) and all(isinstance(choice, str) and choice for choice in parsed)
-        if not is_fine or not 1 <= len(parsed) <= MAX_CHOICES:
+        choices = parsed if isinstance(parsed, list) else []
+        if not 1 <= len(choices) <= MAX_CHOICES or not all(isinstance(choice, str) and choice for choice in choices):
             raise _invalid(f"choice has to be a list of 1 to {MAX_CHOICES} strings that are not empty")
     elif not isinstance(parsed, dict) and not (kind == "json_schema" and isinstance(parsed, bool)):
         raise _invalid(f"{kind} has to be a JSON object")

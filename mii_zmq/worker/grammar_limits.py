@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request allows beside its grammar, as engine and grammar process exchange it."""
+"""A request's grammar on its way to the engine, and what the request allows beside it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
-from mii_zmq.worker.plan import SequenceRequest
+from mii_zmq.errors import InvalidRequest
+from mii_zmq.sampling_params import SamplingParams
+from mii_zmq.tokenizer import TextTokenizer
+from mii_zmq.worker.grammar_schema import check_schema
+from mii_zmq.worker.plan import EngineLimits, SequenceRequest
 
 
 @dataclass(slots=True)
@@ -31,3 +36,24 @@ class SequenceLimits:
             bad_words=[list(word) for word in sampling.bad_words],
             prompt_tail=request.prompt_token_ids[-num_tail:] if num_tail else [],
         )
+
+
+def grammar_of(tokenizer: TextTokenizer, limits: EngineLimits, params: SamplingParams) -> tuple[str, str] | None:
+    """Kind and text of the grammar that the engine has to compile, if any.
+
+    Raises:
+        InvalidRequest: this worker, this model or any grammar cannot do it, as far as that can be told here.
+    """
+    wanted = params.structured_output
+    if wanted is None:
+        return None
+    problem = None
+    if not limits.takes_grammars:
+        problem = "this worker lacks its library; install mii_zmq with the extra 'structured' there"
+    elif tokenizer.token_bytes is None:
+        problem = "this model's tokenizer does not tell the bytes of its tokens, so no grammar can be followed"
+    if problem is not None:
+        raise InvalidRequest(f"structured_output: {problem}", param="structured_output")
+    if wanted.kind == "json_schema":
+        check_schema(json.loads(wanted.value))
+    return wanted.kind, wanted.value

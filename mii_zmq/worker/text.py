@@ -10,7 +10,6 @@ unstreamed answer are the same text and a resumed sequence continues exactly whe
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from mii_zmq.sampling_params import SamplingParams, check_text, check_vocabulary
 from mii_zmq.tokenizer import HfTokenizer, TextTokenizer
 from mii_zmq.worker.chat_template import open_reasoning, render_chat
 from mii_zmq.worker.detokenizer import TAIL_TOKENS, Detokenizer, StopMatcher
-from mii_zmq.worker.grammar_schema import check_schema
+from mii_zmq.worker.grammar_limits import grammar_of
 from mii_zmq.worker.logprob_records import RecordWriter, check_prompt_entries
 from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest
 
@@ -127,7 +126,7 @@ def build_sequence(
         deadline_s=deadline_s,
         cache_salt=cache_salt,
         score_prompt=score_prompt and params.prompt_logprobs is not None,
-        grammar=_grammar(tokenizer, limits, params),
+        grammar=grammar_of(tokenizer, limits, params),
     )
     lead = open_reasoning(prompt_text) if prompt.return_reasoning_start and prompt_text is not None else ""
     return PreparedSequence(sequence, params, prompt_text, tokenizer, lead)
@@ -397,23 +396,6 @@ def _sampling_spec(
         min_p=params.min_p,
         **shared,
     )
-
-
-def _grammar(tokenizer: TextTokenizer, limits: EngineLimits, params: SamplingParams) -> tuple[str, str] | None:
-    """What the engine has to compile; refuses what can be told before."""
-    wanted = params.structured_output
-    if wanted is None:
-        return None
-    problem = None
-    if not limits.takes_grammars:
-        problem = "this worker lacks its library; install mii_zmq with the extra 'structured' there"
-    elif tokenizer.token_bytes is None:
-        problem = "this model's tokenizer does not tell the bytes of its tokens, so no grammar can be followed"
-    if problem is not None:
-        raise InvalidRequest(f"structured_output: {problem}", param="structured_output")
-    if wanted.kind == "json_schema":
-        check_schema(json.loads(wanted.value))
-    return wanted.kind, wanted.value
 
 
 def _check_allowed(params: SamplingParams, shared: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -115,6 +116,30 @@ async def test_killed_group_s_streams_go_on_elsewhere(stack: Stack) -> None:
         assert found["resumes"] >= 4
         assert found["resumed_tokens"] >= 20 * found["resumes"]
         assert (found["quarantined"], found["errors"]) == (0, {})
+
+
+@pytest.mark.long
+async def test_a_killed_group_s_structured_output_goes_on_elsewhere(stack: Stack) -> None:
+    """The other group follows the grammar from the tokens that it is given; an undisturbed run says the same."""
+    pytest.importorskip("xgrammar")
+    for name in ("one", "two"):
+        await asyncio.to_thread(stack.start_group, name, MODEL)
+    schema = {"type": "array", "items": {"enum": ["ab", "cde", "fghi"]}, "minItems": 60, "maxItems": 60}
+    params = {"structured_output": {"kind": "json_schema", "value": json.dumps(schema)}, "ignore_eos": False}
+    async with connected(stack.client_endpoint) as client:
+        # Both groups have started their grammar processes when these are done.
+        first = await asyncio.gather(*(Reading("stream 0", 2000).run(client, **params) for _ in range(4)))
+        readings = [Reading("stream 0", 2000) for _ in range(6)]
+        tasks = [asyncio.create_task(reading.run(client, **params)) for reading in readings]
+        await until_read(readings, 20)
+        stack.groups["one"].process.kill()
+        await asyncio.gather(*tasks)
+        assert (await counters(client))["resumes"] >= 2
+    for reading in (*first, *readings):
+        assert reading.error is None
+        assert reading.num_ends == 1
+        assert len(json.loads(reading.text)) == 60
+        assert reading.ids == first[0].ids
 
 
 async def test_only_group_is_given_up_in_time() -> None:

@@ -170,6 +170,7 @@ def test_only_what_is_not_our_own_error_is_traced() -> None:
     assert not is_explained(ValueError("a bug"))
 
 
+@pytest.mark.long
 def test_output_follows_a_grammar_and_the_engine_sleeps_while_it_waits_for_masks() -> None:
     pytest.importorskip("xgrammar")
     with engine("--model=fake:") as peer:

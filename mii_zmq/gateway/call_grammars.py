@@ -115,7 +115,8 @@ def _llama3(schemas: Schemas, is_parallel: bool) -> Format:
 def _llama3_guarded(schemas: Schemas, is_parallel: bool) -> Format:
     """An answer that begins with an object is calls, as the reader takes it; other text may hold some behind marks."""
     calls = _llama3(schemas, is_parallel)
-    marked = _text_with({"<|python_tag|>": calls}, is_parallel)
+    # Calls end the answer: a bracket behind them would begin another one for the reader.
+    marked = _text_with({"<|python_tag|>": calls}, is_parallel=False)
     # The mark's first character would be lost to `marked`, so that no other text begins with it and a bar.
     text = sequence({"type": "regex", "pattern": r"\s*([^\s{<]|<[^|])"}, marked)
     tagged = sequence(const("<|python_tag|>"), calls)

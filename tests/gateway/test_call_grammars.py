@@ -168,6 +168,7 @@ def test_calls_behind_a_mark_within_text() -> None:
     for text in (f"<|python_tag|>{call}", f"See <|python_tag|>{call}; {call}"):
         assert takes(form, text)
         assert not takes(form, text.replace("é", "e"))
+        assert not takes(form, text + "{")
 
 
 def test_reasoning_is_free_and_ends_once() -> None:

@@ -21,6 +21,8 @@ MAX_SPACES = 12
 _OBJECT: Format = {"type": "object"}
 _APPLICATORS = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 """Keywords that say of a schema, somehow, what values it takes."""
+SPACES = r"[ \n\r\t]"
+"""Not \\s, which the compiler and Python read differently."""
 _CALL_ID: Format = {"type": "optional", "content": {"type": "regex", "pattern": r"\[CALL_ID\][a-zA-Z0-9]{9}"}}
 
 
@@ -45,7 +47,7 @@ def guarded_calls(tool_format: str, use: ToolUse) -> Format | None:
 def behind_reasoning(content: Format) -> Format:
     """The format, with or without a block of reasoning in front of it."""
     block = {"type": "tag", "begin": OPENING, "content": {"type": "any_text"}, "end": CLOSING}
-    spaces = {"type": "regex", "pattern": r"\s*"}
+    spaces = {"type": "regex", "pattern": f"{SPACES}*"}
     return sequence({"type": "optional", "content": sequence(block, spaces)}, content)
 
 
@@ -118,7 +120,7 @@ def _llama3_guarded(schemas: Schemas, is_parallel: bool) -> Format:
     # Calls end the answer: a bracket behind them would begin another one for the reader.
     marked = _text_with({"<|python_tag|>": calls}, is_parallel=False)
     # The mark's first character would be lost to `marked`, so that no other text begins with it and a bar.
-    text = sequence({"type": "regex", "pattern": r"\s*([^\s{<]|<[^|])"}, marked)
+    text = sequence({"type": "regex", "pattern": rf"{SPACES}*([^\s\x00-\x1f\x85{{<]|<[^|])"}, marked)
     tagged = sequence(const("<|python_tag|>"), calls)
     return {"type": "optional", "content": either([calls, text, tagged])}
 

@@ -169,6 +169,9 @@ def test_calls_behind_a_mark_within_text() -> None:
         assert takes(form, text)
         assert not takes(form, text.replace("é", "e"))
         assert not takes(form, text + "{")
+    # What Python strips, but the compiler's \\s does not have, and the other way round.
+    assert not takes(form, "\x1c{")
+    assert not takes(behind_reasoning(forced_calls("llama3", use()) or {}), f"<think></think>\ufeff{call}")
 
 
 def test_reasoning_is_free_and_ends_once() -> None:

@@ -14,7 +14,8 @@ from mii_zmq.errors import Cancelled, DeadlineExceeded, InternalError, MiiError,
 from mii_zmq.protocol import FinalBody, TokenDelta
 from mii_zmq.worker.engine_channel import OutputRow, ids_to_bytes
 from mii_zmq.worker.logprob_records import RecordWriter
-from mii_zmq.worker.text import OutputProcessor, PreparedSequence
+from mii_zmq.worker.output_text import OutputProcessor
+from mii_zmq.worker.text import PreparedSequence
 from mii_zmq.worker.text_tasks import TextAnswer
 
 

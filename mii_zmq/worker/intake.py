@@ -15,7 +15,8 @@ from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.tokenizer import TextTokenizer
 from mii_zmq.worker.engine_channel import ids_from_bytes
 from mii_zmq.worker.plan import EngineLimits
-from mii_zmq.worker.text import PreparedSequence, PromptInput, build_sequence
+from mii_zmq.worker.prompt_text import PromptInput
+from mii_zmq.worker.text import PreparedSequence, build_sequence
 from mii_zmq.worker.text_tasks import TextAnswer, answer_text_task
 
 

@@ -31,7 +31,8 @@ from mii_zmq.worker.engine_channel import FromEngine, ModelResolved, Progress
 from mii_zmq.worker.engine_inbox import EngineInbox
 from mii_zmq.worker.engine_process import load_engine
 from mii_zmq.worker.plan import EngineLimits, EngineStats, SequenceOutput
-from mii_zmq.worker.text import PreparedSequence, PromptInput, build_sequence
+from mii_zmq.worker.prompt_text import PromptInput
+from mii_zmq.worker.text import PreparedSequence, build_sequence
 
 log = logging.getLogger(__name__)
 

@@ -1,48 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything between a request's text and the engine's token ids, shared by the actor and `pipeline()`.
+"""A request's way from text to the engine and back, shared by the actor and `pipeline()`.
 
-`build_sequence` turns a validated request into a `SequenceRequest` for the engine; `OutputProcessor` turns the ids
-that come back into text, finds stop strings and decides when a sequence has ended. Pure: no sockets, no engine, no
-clock. A processor's output depends only on the ids, not on how they were cut into steps, so a streamed and an
-unstreamed answer are the same text and a resumed sequence continues exactly where it was.
+`build_sequence` turns a validated request into a `SequenceRequest` for the engine (its prompt by `prompt_text`) and
+into what turns the ids that come back into text (`output_text`). Pure: no sockets, no engine, no clock.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mii_zmq.errors import InvalidRequest, PromptTooLong, RequestError
-from mii_zmq.sampling_params import SamplingParams, check_text, check_vocabulary
+from mii_zmq.errors import InvalidRequest
+from mii_zmq.sampling_params import SamplingParams, check_vocabulary
 from mii_zmq.tokenizer import HfTokenizer, TextTokenizer
-from mii_zmq.worker.chat_template import open_reasoning, render_chat
-from mii_zmq.worker.detokenizer import TAIL_TOKENS, Detokenizer, StopMatcher
+from mii_zmq.worker.chat_template import open_reasoning
 from mii_zmq.worker.grammar_limits import grammar_of
 from mii_zmq.worker.logprob_records import RecordWriter, check_prompt_entries
+from mii_zmq.worker.output_text import OutputProcessor
 from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptInput:
-    """A request's prompt in exactly one of its three forms, unchecked."""
-
-    text: str | None = None
-    token_ids: Sequence[int] | None = None
-    messages: Any = None
-    add_special_tokens: bool = True
-    """With text: begin-of-sequence and the like, as the tokenizer has them."""
-    add_generation_prompt: bool = True
-    """With messages: end with the opening of an assistant message."""
-    tools: Any = None
-    """With messages: functions that the model may call, for the template."""
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """With messages: more variables for the template."""
-    continue_final_message: bool = False
-    """With messages: end within the last one, for the model to go on with."""
-    return_reasoning_start: bool = False
-    """Where the prompt ends with an opening <think>, the output's text begins with it."""
+from mii_zmq.worker.prompt_text import PromptInput, check_token_ids, encode_prompt, sequence_capacity, too_long
 
 
 @dataclass(slots=True)
@@ -107,7 +85,7 @@ def build_sequence(
     params = params.for_choice(choice)
     check_vocabulary(params, limits.vocab_size)
     max_new_tokens = _output_limit(params, len(prompt_token_ids), limits)
-    resumed = _check_token_ids(resumed_token_ids, limits.vocab_size, "resume")
+    resumed = check_token_ids(resumed_token_ids, limits.vocab_size, "resume")
     if len(resumed) > max_new_tokens:
         raise InvalidRequest(
             f"resume holds {len(resumed)} token ids, more than the {max_new_tokens} output tokens asked for",
@@ -132,54 +110,6 @@ def build_sequence(
     return PreparedSequence(sequence, params, prompt_text, tokenizer, lead)
 
 
-def encode_prompt(
-    tokenizer: TextTokenizer, limits: EngineLimits, prompt: PromptInput, *, must_fit: bool = True
-) -> tuple[list[int], str | None]:
-    """The prompt's ids, and its text unless it came as ids.
-
-    Raises as `build_sequence`; PromptTooLong only where it `must_fit` the context.
-    """
-    forms = [form for form in (prompt.text, prompt.token_ids, prompt.messages) if form is not None]
-    if len(forms) != 1:
-        raise InvalidRequest(
-            f"give exactly one of prompt, prompt_token_ids and messages, not {len(forms)}", param="prompt"
-        )
-    if prompt.token_ids is not None:
-        token_ids = _check_token_ids(prompt.token_ids, limits.vocab_size, "prompt_token_ids")
-        if not token_ids:
-            raise InvalidRequest("prompt_token_ids is empty; send at least one token", param="prompt_token_ids")
-        if must_fit:
-            _check_context(len(token_ids), limits, "prompt_token_ids")
-        return token_ids, None
-    if prompt.messages is not None:
-        param, text = (
-            "messages",
-            render_chat(
-                tokenizer,
-                prompt.messages,
-                prompt.add_generation_prompt,
-                tools=prompt.tools,
-                variables=prompt.chat_template_kwargs,
-                continue_final_message=prompt.continue_final_message,
-            ),
-        )
-    else:
-        param, text = "prompt", _check_prompt_text(prompt.text)
-    if must_fit:
-        _check_characters(tokenizer, len(text), limits, param)
-    # A chat template writes its own special tokens.
-    token_ids = tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens and prompt.messages is None)
-    if not token_ids:
-        raise InvalidRequest(f"{param} gives no tokens; send some text", param=param)
-    if must_fit:
-        _check_context(len(token_ids), limits, param)
-    if max(token_ids) >= limits.vocab_size:
-        raise InvalidRequest(
-            f"{param} contains a token ({max(token_ids)}) that the tokenizer knows but the model does not", param=param
-        )
-    return token_ids, text
-
-
 def bad_words_ids(tokenizer: TextTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Token sequences that spell the words, each at the start of a text and after a space.
 
@@ -197,149 +127,9 @@ def bad_words_ids(tokenizer: TextTokenizer, words: Sequence[str]) -> tuple[tuple
     return tuple(found)
 
 
-class OutputProcessor:
-    """One sequence's output: ids in, text out.
-
-    The text of an end-of-sequence or stop id that ends the sequence is dropped, though the token is counted. Stop
-    strings match only in text from tokens after the first `min_new_tokens`, and not at all with `ignore_eos`. With
-    `return_full_text` the prompt's text comes first, else `lead`. Where no output is wanted, none is used.
-    """
-
-    def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        params: SamplingParams,
-        *,
-        prompt_token_ids: Sequence[int] = (),
-        prompt_text: str | None = None,
-        stop_token_ids: Sequence[int] = (),
-        max_new_tokens: int | None = None,
-        lead: str = "",
-    ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids[-TAIL_TOKENS:], params.skip_special_tokens)
-        self._matcher = StopMatcher(params.stop) if params.stop and not params.ignore_eos else None
-        self._min_new_tokens = params.min_new_tokens
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._max_new_tokens = max_new_tokens
-        self._is_prompt_only = params.max_new_tokens == 0
-        self._lead = lead
-        if params.return_full_text:
-            self._lead = prompt_text if prompt_text is not None else tokenizer.decode(
-                prompt_token_ids, params.skip_special_tokens
-            )  # fmt: skip
-        self.num_tokens = 0
-        """Output tokens consumed so far: the generated length, the ending token included."""
-        self.finish_reason: str | None = None
-
-    @property
-    def matched_stop(self) -> str | None:
-        """The stop string that ended the sequence."""
-        return None if self._matcher is None else self._matcher.matched_stop
-
-    def push(self, token_ids: Sequence[int], engine_finish_reason: str | None = None) -> tuple[str, str | None, int]:
-        """Take one step's tokens; returns (new text, finish reason or None, how many of the tokens were used).
-
-        Fewer are used when a stop string ends the sequence before the engine does; the caller then cancels it there
-        and forgets the rest. After the end nothing is used.
-        """
-        if self.finish_reason is not None:
-            return "", self.finish_reason, 0
-        if self._is_prompt_only:
-            self.finish_reason = "length"
-            return self._lead, self.finish_reason, 0
-        has_ending_token = engine_finish_reason == "stop" and len(token_ids) > 0
-        kept = token_ids[:-1] if has_ending_token else token_ids
-        text, num_used = self._consume(kept)
-        if self.finish_reason is None and engine_finish_reason is not None:
-            num_used += has_ending_token
-            text += self._end(engine_finish_reason)
-        self.num_tokens += num_used
-        lead, self._lead = self._lead, ""
-        return lead + text, self.finish_reason, num_used
-
-    def replay(self, token_ids: Sequence[int]) -> str | None:
-        """Rebuild the state after `token_ids` of a resumed sequence; their text has been delivered already.
-
-        Returns the finish reason if the sequence had in fact ended with them, so that only the end is missing.
-        """
-        if not token_ids:
-            return None
-        num_before = len(token_ids) - 1
-        if token_ids[-1] in self._stop_token_ids and num_before >= self._min_new_tokens:
-            reason: str | None = "stop"
-        elif self._max_new_tokens is not None and len(token_ids) >= self._max_new_tokens:
-            reason = "length"
-        else:
-            reason = None
-        self.push(token_ids, reason)
-        return self.finish_reason
-
-    def _consume(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        matcher = self._matcher
-        num_free = len(token_ids) if matcher is None else max(0, self._min_new_tokens - self.num_tokens)
-        pieces = [self._detokenizer.push(token_ids[:num_free])]
-        if matcher is not None:
-            for index, token_id in enumerate(token_ids[num_free:], start=min(num_free, len(token_ids))):
-                pieces.append(matcher.push(self._detokenizer.push((token_id,))))
-                if matcher.matched:
-                    self.finish_reason = "stop"
-                    return "".join(pieces), index + 1
-        return "".join(pieces), len(token_ids)
-
-    def _end(self, reason: str) -> str:
-        self.finish_reason = reason
-        text = self._detokenizer.flush()
-        if self._matcher is None:
-            return text
-        text = self._matcher.push(text)
-        if self._matcher.matched:
-            self.finish_reason = "stop"
-        return text + self._matcher.flush()
-
-
-def _check_prompt_text(text: Any) -> str:
-    if not isinstance(text, str):
-        raise InvalidRequest(f"prompt must be a string, got {type(text).__name__}", param="prompt")
-    if not text:
-        raise InvalidRequest("prompt is empty; send some text", param="prompt")
-    return check_text(text, "prompt")
-
-
-def _check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> list[int]:
-    checked = list(token_ids)
-    for index, token_id in enumerate(checked):
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"{param}[{index}] is {str(token_id)[:40]}, allowed: integers from 0 to {vocab_size - 1}", param=param
-            )
-    return checked
-
-
-def _capacity(limits: EngineLimits) -> int:
-    """Tokens that one sequence can have: by the model's context and by the whole KV pool."""
-    return min(limits.max_model_len, limits.num_blocks * limits.block_size)
-
-
-def _too_long(found: str, limits: EngineLimits, param: str) -> RequestError:
-    bound = "the model's context" if limits.max_model_len <= _capacity(limits) else "the KV pool"
-    return PromptTooLong(f"{found}; {bound} holds {_capacity(limits)} tokens of prompt and output", param=param)
-
-
-def _check_context(num_tokens: int, limits: EngineLimits, param: str) -> None:
-    if num_tokens >= _capacity(limits):
-        raise _too_long(f"{param} has {num_tokens} tokens, and at least one must be left for output", limits, param)
-
-
-def _check_characters(tokenizer: TextTokenizer, num_chars: int, limits: EngineLimits, param: str) -> None:
-    """Refuse, before the work of tokenizing it, a text that cannot fit however it is cut."""
-    if tokenizer.max_token_chars is not None and num_chars >= tokenizer.max_token_chars * _capacity(limits):
-        least = -(-num_chars // tokenizer.max_token_chars)
-        raise _too_long(f"{param} has {num_chars} characters, at least {least} tokens", limits, param)
-
-
 def _output_limit(params: SamplingParams, prompt_length: int, limits: EngineLimits) -> int:
     """Output tokens at most: as asked for, else all that the context has left."""
-    capacity = _capacity(limits)
+    capacity = sequence_capacity(limits)
     if params.max_length is not None:
         if params.max_length <= prompt_length:
             raise InvalidRequest(
@@ -347,12 +137,12 @@ def _output_limit(params: SamplingParams, prompt_length: int, limits: EngineLimi
                 param="max_length",
             )
         if params.max_length > capacity:
-            raise _too_long(f"max_length is {params.max_length}", limits, "max_length")
+            raise too_long(f"max_length is {params.max_length}", limits, "max_length")
     if params.max_new_tokens is not None:
         max_new_tokens = params.max_new_tokens
         if prompt_length + max_new_tokens > capacity:
             found = f"the prompt has {prompt_length} tokens and max_new_tokens is {max_new_tokens}"
-            raise _too_long(found, limits, "max_new_tokens")
+            raise too_long(found, limits, "max_new_tokens")
     else:
         max_new_tokens = (params.max_length if params.max_length is not None else capacity) - prompt_length
     if params.min_new_tokens > max_new_tokens:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mii_zmq.errors import InvalidRequest, PromptTooLong
 from mii_zmq.tokenizer import TextTokenizer
 from mii_zmq.worker.plan import EngineLimits
-from mii_zmq.worker.text import PromptInput, encode_prompt
+from mii_zmq.worker.prompt_text import PromptInput, encode_prompt
 
 MAX_TEXT = 2**19
 """Characters or tokens; a rendered conversation is limited by its messages' characters before it is rendered."""

@@ -10,8 +10,10 @@ from typing import Any
 from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.tokenizer import FakeTokenizer
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, VOCAB_SIZE, FakeModel
+from mii_zmq.worker.output_text import OutputProcessor
 from mii_zmq.worker.plan import EngineLimits
-from mii_zmq.worker.text import OutputProcessor, PromptInput, build_sequence
+from mii_zmq.worker.prompt_text import PromptInput
+from mii_zmq.worker.text import build_sequence
 
 LIMITS = EngineLimits(
     vocab_size=VOCAB_SIZE, max_model_len=8192, num_blocks=4096, block_size=64, max_sequences=256, token_budget=512,

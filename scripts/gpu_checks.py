@@ -30,8 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MIN_SECONDS = 15.0
 """A check is not begun with less time left."""
 NUM_TAIL_LINES = 12
-INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
-"""The interpreter multiplies with NumPy, which else may round a row according to its place in the tile."""
+INTERPRETED = {"TRITON_INTERPRET": "1"}
 PYTEST = (
     "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "--import-mode", "importlib", "-p", "no:cacheprovider",
 )  # fmt: skip

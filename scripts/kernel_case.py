@@ -8,8 +8,10 @@ shows that the cases call the kernels rightly, on any machine.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,11 @@ from torch import Tensor
 
 BF16, F32, F64, I32, I64 = torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if IS_INTERPRETED:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.interpreter import adjust_interpreter
+
+    adjust_interpreter()
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 DTYPE = F32 if IS_INTERPRETED else BF16
 NAN = float("nan")

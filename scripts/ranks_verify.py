@@ -105,7 +105,7 @@ def work(place: Place, directory: Path) -> dict[str, Any]:
 def replace_cuda() -> None:
     from tests.worker import cuda_engine_on_cpu
 
-    cuda_engine_on_cpu.hasten()
+    cuda_engine_on_cpu.adjust_interpreter()
     cuda_engine_on_cpu.replace_cuda()
 
 

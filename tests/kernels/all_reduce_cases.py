@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from mii_zmq.kernels.triton import all_reduce
 from mii_zmq.kernels.triton.all_reduce import ALL, COLLECT, FLAG_BYTES, PUBLISH, REDUCE
-from tests.interpreter import hasten
+from tests.interpreter import adjust_interpreter
 
 HALF_BYTES = 4096
 
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["compile"]:
         compile_all(int(sys.argv[2]))
     else:
-        hasten()
+        adjust_interpreter()
         for case in sys.argv[1:] or CASES:
             CASES[case]()
     print("ok")

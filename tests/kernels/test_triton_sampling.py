@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreter import INTERPRETED, hasten
+from tests.interpreter import INTERPRETED, adjust_interpreter
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -29,7 +29,7 @@ from tests.kernels.test_triton_kernels import CAPABILITIES  # noqa: E402
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if IS_INTERPRETED:
-    hasten()
+    adjust_interpreter()
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="test_in_the_interpreter runs it")
 compiled = pytest.mark.skipif(IS_INTERPRETED, reason="needs the compiler")
 

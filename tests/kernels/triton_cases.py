@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from tests.interpreter import INTERPRETED, hasten
+from tests.interpreter import INTERPRETED, adjust_interpreter
 
 os.environ.update(INTERPRETED)
 
@@ -385,7 +385,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    hasten()
+    adjust_interpreter()
     for case in sys.argv[1:] or CASES:
         torch.manual_seed(0)
         CASES[case]()

@@ -21,7 +21,7 @@ from mii_zmq.kernels.triton.chunk_attention import chunk_attention_kernel
 from mii_zmq.worker.models.cuda_gemm import FEW, MANY, GemmTiles, TiledGemm
 from mii_zmq.worker.models.cuda_invariant_linear import InvariantLinear
 from mii_zmq.worker.models.cuda_linear import TILED_TOKENS, FusedLinear, Norm, Scratch
-from tests.interpreter import hasten
+from tests.interpreter import adjust_interpreter
 
 
 def case_gemm() -> None:
@@ -128,7 +128,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    hasten()
+    adjust_interpreter()
     for case in sys.argv[1:] or CASES:
         torch.manual_seed(0)
         CASES[case]()

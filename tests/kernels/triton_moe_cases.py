@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.interpreter import INTERPRETED, hasten
+from tests.interpreter import INTERPRETED, adjust_interpreter
 
 os.environ.update(INTERPRETED)
 
@@ -213,7 +213,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    hasten()
+    adjust_interpreter()
     for case in sys.argv[1:] or CASES:
         torch.manual_seed(0)
         CASES[case]()

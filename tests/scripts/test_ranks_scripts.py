@@ -30,7 +30,7 @@ def run(name: str, *arguments: str) -> list[dict[str, Any]]:
     """The JSON lines of a dry run."""
     done = subprocess.run(
         [sys.executable, f"scripts/{name}.py", "--dry-run", *arguments], cwd=SCRIPTS.parent, capture_output=True,
-        text=True, env={"PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Nehalem"},
+        text=True, env={"PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

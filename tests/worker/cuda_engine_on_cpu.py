@@ -17,7 +17,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from tests.interpreter import INTERPRETED, hasten
+from tests.interpreter import INTERPRETED, adjust_interpreter
 
 os.environ.update(INTERPRETED)
 
@@ -189,7 +189,7 @@ def main(num_blocks: int, deterministic: bool) -> None:
 
 
 if __name__ == "__main__":
-    hasten()
+    adjust_interpreter()
     if "faults" in sys.argv:
         replace_cuda()
         run_faults(int(sys.argv[1]))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreter import INTERPRETED, hasten
+from tests.interpreter import INTERPRETED, adjust_interpreter
 
 pytest.importorskip("triton")
 from mii_zmq.worker.cuda_sampler import CudaSampler, SamplerTuning
@@ -27,7 +27,7 @@ from mii_zmq.worker.sampler import Sampler
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if IS_INTERPRETED:
-    hasten()
+    adjust_interpreter()
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="test_in_the_interpreter runs it")
 not_interpreted = pytest.mark.skipif(IS_INTERPRETED, reason="needs no interpreter")
 

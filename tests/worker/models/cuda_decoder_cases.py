@@ -24,7 +24,7 @@ from mii_zmq.worker.models.spec import (
     Role,
     RopeConfig,
 )
-from tests.interpreter import hasten
+from tests.interpreter import adjust_interpreter
 
 EVERY = {Role.EMBED, Role.QKV, Role.O, Role.GATE, Role.UP, Role.DOWN}
 PRE, POST = {Role.ATTN_NORM, Role.MLP_NORM}, {Role.ATTN_POST_NORM, Role.MLP_POST_NORM}
@@ -133,7 +133,7 @@ def main(group: str) -> None:
 
 
 if __name__ == "__main__":
-    hasten()
+    adjust_interpreter()
     for name in sys.argv[1:] or GROUPS:
         main(name)
         print(name, "ok")

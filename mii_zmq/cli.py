@@ -23,11 +23,11 @@ from mii_zmq.config import EngineConfig, LaunchConfig, add_arguments, from_argum
 from mii_zmq.config_reference import read_settings
 from mii_zmq.errors import MiiError, ServiceError
 from mii_zmq.launcher import add_group_command, resolve_engine
+from mii_zmq.logs import setup_logging
 from mii_zmq.mii_settings import default_deployment_name
 from mii_zmq.progress import Progress
 from mii_zmq.registry import DeploymentNotFoundError, DeploymentRecord, Registry, end_deployment, restart_deployment
 from mii_zmq.supervisor import Supervisor
-from mii_zmq.telemetry import setup_logging
 from mii_zmq.top import add_top as _add_top
 from mii_zmq.worker.models import catalogue
 
@@ -153,8 +153,8 @@ def _add_chat(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> int:
     # The terminal shows progress and the ready block; of the processes' logs only what is out of the ordinary.
     os.environ.setdefault("MII_ZMQ_LOG_LEVEL", "WARNING")
-    setup_logging("serve")
     launch, engine = _settings_of(options)
+    setup_logging("serve", launch.log_format)
     progress = Progress()
     started = time.monotonic()
     try:

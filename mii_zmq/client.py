@@ -21,6 +21,7 @@ from mii_zmq.errors import BrokerUnavailable, InternalError, ServiceError
 from mii_zmq.generation import Completion, Generation
 from mii_zmq.protocol import GenerateBody, GenerateHeader
 from mii_zmq.sampling_params import SamplingParams
+from mii_zmq.trace_context import TraceContext
 
 __all__ = ["AsyncClient", "BackgroundLoop", "Completion", "Generation", "fan_out"]
 
@@ -90,8 +91,12 @@ class AsyncClient:
         tenant: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
+        name: str = "",
+        trace: TraceContext | None = None,
     ) -> Generation:
         """Send one request (`n` in its params must be 1) and return at once.
+
+        `name` is the caller's own for logs (x-request-id), `trace` the span that this is part of.
 
         While a broker that was there is away (it is restarted in under a second), requests wait for it.
 
@@ -111,7 +116,10 @@ class AsyncClient:
             priority=priority,
             deadline_ms=None if deadline_s is None else max(1, int(deadline_s * 1000)),
             num_tokens=_estimate_tokens(body),
+            x_request_id=name,
         )
+        if trace is not None:
+            header.traceparent, header.tracestate = trace.traceparent, trace.state
         generation = Generation(link, header, protocol.encode_body(body))
         link.submit(generation)
         return generation

@@ -100,6 +100,8 @@ class Link:
 
     def submit(self, generation: Generation) -> None:
         """Send now, or with the next WELCOME if the broker is away."""
+        if generation.is_sent or generation.link is not self:
+            generation.note_sent_again(self.endpoint)
         generation.link = self
         generation.is_sent = False
         self._generations[generation.request_id] = generation
@@ -294,6 +296,8 @@ class Link:
         if again:
             log.warning("the broker at %s is back; sending %d requests again", self.endpoint, len(again))
         for generation in again:
+            if generation.is_sent:
+                generation.note_sent_again(self.endpoint)
             self._try_send(generation)
         self._send_grants()
         self._on_change()

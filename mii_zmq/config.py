@@ -2,8 +2,9 @@
 """Frozen settings, one dataclass per process, with one way in: `build(cls, mapping)`.
 
 Unknown keys are refused with the nearest known one, values are checked once, nothing mutates afterwards. Field
-metadata holds the help text from which command lines and the configuration reference are generated. Three environment
-variables exist and are read only here: MII_ZMQ_CACHE_DIR, MII_ZMQ_RUN_DIR and MII_ZMQ_LOG_LEVEL.
+metadata holds the help text from which command lines and the configuration reference are generated. Four environment
+variables of ours exist and are read only here: MII_ZMQ_CACHE_DIR, MII_ZMQ_RUN_DIR, MII_ZMQ_LOG_LEVEL and
+MII_ZMQ_LOG_FORMAT.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -100,7 +102,36 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
+class TelemetryConfig:
+    """Logs and traces: what every process takes, and who starts others passes on."""
+
+    log_format: Literal["text", "json"] | None = setting(
+        "lines for people, or one JSON object per line (default: MII_ZMQ_LOG_FORMAT, or text)", None
+    )
+    otlp_endpoint: str | None = setting(
+        "URL of an OpenTelemetry collector that takes OTLP over HTTP, as http://127.0.0.1:4318 (default: "
+        "OTEL_EXPORTER_OTLP_ENDPOINT; without, nothing is traced)",
+        None,
+    )
+    trace_ratio: float | None = setting(
+        "share of the requests without a trace of their caller's that are traced (default: OTEL_TRACES_SAMPLER, or 1)",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        if self.otlp_endpoint is not None:
+            check_http_url(self.otlp_endpoint, "otlp_endpoint")
+        if self.trace_ratio is not None and not 0 <= self.trace_ratio <= 1:
+            raise ConfigError(f"trace_ratio is {self.trace_ratio}; it must be in [0, 1]")
+
+    @property
+    def telemetry(self) -> dict[str, Any]:
+        """These settings alone, for the configuration of another process."""
+        return {f.name: getattr(self, f.name) for f in fields(TelemetryConfig)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(TelemetryConfig):
     """One worker group: which deployment it serves, and where its brokers are."""
 
     deployment: str = setting("name under which clients reach this model")
@@ -113,13 +144,14 @@ class WorkerConfig:
     load_timeout_s: float = setting("seconds the engine may take to load", 1800.0)
 
     def __post_init__(self) -> None:
+        TelemetryConfig.__post_init__(self)
         _positive(self, "drain_timeout_s", "tokenizer_threads", "load_timeout_s")
         check_deployment_name(self.deployment)
         _check_brokers(self.brokers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerConfig:
+class BrokerConfig(TelemetryConfig):
     """The broker: its two sockets, liveness and queue bounds."""
 
     client_endpoint: str = setting("where clients connect", f"tcp://127.0.0.1:{DEFAULT_BROKER_PORT}")
@@ -148,6 +180,7 @@ class BrokerConfig:
     insecure: bool = setting("allow endpoints other than loopback and ipc without keys", False)
 
     def __post_init__(self) -> None:
+        TelemetryConfig.__post_init__(self)
         _positive(self, "heartbeat_ms", "liveness", "max_queued_requests", "max_client_requests", "max_attempts")
         _positive(
             self,
@@ -165,7 +198,7 @@ class BrokerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
+class GatewayConfig(TelemetryConfig):
     """The HTTP gateway."""
 
     host: str = setting("address to listen on", "127.0.0.1")
@@ -175,9 +208,11 @@ class GatewayConfig:
         "broker endpoints for clients, comma separated", (f"tcp://127.0.0.1:{DEFAULT_BROKER_PORT}",)
     )
     shutdown_timeout_s: float = setting("seconds that running requests get after SIGTERM", 60.0)
+    access_log: bool = setting("log one line per HTTP request, at level INFO (probes: DEBUG)", True)
     insecure: bool = setting("allow an address other than loopback", False)
 
     def __post_init__(self) -> None:
+        TelemetryConfig.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be 0 to 65535")
         _positive(self, "shutdown_timeout_s")
@@ -186,7 +221,7 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(TelemetryConfig):
     """The launcher: one deployment on this host."""
 
     deployment: str = setting("name under which clients reach the model")
@@ -203,9 +238,11 @@ class LaunchConfig:
     )
     drain_timeout_s: float = setting("seconds that running requests get at the end", 30.0)
     load_timeout_s: float = setting("seconds that loading the model may take", 1800.0)
+    access_log: bool = setting("the gateways log one line per HTTP request, at level INFO", True)
     insecure: bool = setting("allow a host other than loopback", False)
 
     def __post_init__(self) -> None:
+        TelemetryConfig.__post_init__(self)
         check_deployment_name(self.deployment)
         _positive(self, "replicas", "brokers", "gateways", "drain_timeout_s", "load_timeout_s")
         for name in ("port", "broker_port"):
@@ -220,8 +257,16 @@ class LaunchConfig:
             share_port=True,
             brokers=brokers,
             shutdown_timeout_s=self.drain_timeout_s,
+            access_log=self.access_log,
             insecure=self.insecure,
+            **self.telemetry,
         )
+
+
+def settings_of(cls: type) -> list[Field[Any]]:
+    """The fields of a config class; those that all processes share come last."""
+    shared = {f.name for f in fields(TelemetryConfig)}
+    return sorted(fields(cls), key=lambda f: f.name in shared)
 
 
 def build(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -230,7 +275,7 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
     Raises:
         ConfigError: unknown key (with the nearest known one), wrong type, or a value the class refuses.
     """
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    known = [f.name for f in settings_of(cls)]
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -250,7 +295,7 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
 def add_arguments(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, ...] = ()) -> None:
     """Add one `--option` per field of `cls`; unset options stay out of the namespace."""
     hints = typing.get_type_hints(cls)
-    for f in fields(cls):
+    for f in settings_of(cls):
         if f.name not in skip:
             _add_argument(parser, f, hints[f.name])
 
@@ -337,6 +382,18 @@ def check_endpoint(endpoint: str, insecure: bool) -> str:
     return endpoint
 
 
+def check_http_url(url: str, name: str) -> str:
+    """Refuse what is no http or https URL with a host."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"{name} is {url[:200]!r}; it must be a URL as http://127.0.0.1:4318")
+    return url
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -399,3 +456,11 @@ def log_level() -> str:
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"MII_ZMQ_LOG_LEVEL is {level!r}; it must be DEBUG, INFO, WARNING, ERROR or CRITICAL")
     return level
+
+
+def log_format() -> str:
+    """Raises ConfigError when MII_ZMQ_LOG_FORMAT names none."""
+    name = os.environ.get("MII_ZMQ_LOG_FORMAT", "text").lower()
+    if name not in ("text", "json"):
+        raise ConfigError(f"MII_ZMQ_LOG_FORMAT is {name!r}; it must be text or json")
+    return name

@@ -11,7 +11,15 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from mii_zmq.config import BrokerConfig, EngineConfig, GatewayConfig, LaunchConfig, WorkerConfig
+from mii_zmq.config import (
+    BrokerConfig,
+    EngineConfig,
+    GatewayConfig,
+    LaunchConfig,
+    TelemetryConfig,
+    WorkerConfig,
+    settings_of,
+)
 from mii_zmq.errors import ConfigError
 
 MAX_FILE_BYTES = 2**20
@@ -30,6 +38,11 @@ _SECTIONS: tuple[tuple[type, str, str], ...] = (
     (WorkerConfig, "Worker group", "`scripts/worker` and `python -m mii_zmq.worker`, beside the engine's settings."),
     (BrokerConfig, "Broker", "`python -m mii_zmq.broker`."),
     (GatewayConfig, "Gateway", "`python -m mii_zmq.gateway`."),
+    (
+        TelemetryConfig,
+        "Logs and traces",
+        "Every process; `serve` passes them on. [deployment.md](deployment.md) says what they give.",
+    ),
 )
 
 _INTRODUCTION = """\
@@ -52,7 +65,10 @@ max_model_len = 2048
 
 Environment variables: `MII_ZMQ_CACHE_DIR` (converted models, compiled kernels; default: `mii_zmq` in `XDG_CACHE_HOME`
 or `~/.cache`), `MII_ZMQ_RUN_DIR` (sockets and the registry of running deployments; a private directory with a short
-path) and `MII_ZMQ_LOG_LEVEL` (default: INFO; WARNING under `serve`).
+path), `MII_ZMQ_LOG_LEVEL` (default: INFO; WARNING under `serve`), `MII_ZMQ_LOG_FORMAT` (`text` or `json`), and
+OpenTelemetry's own (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_TRACES_SAMPLER`,
+`OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_BSP_...`, `OTEL_SDK_DISABLED`), which hold where no setting says
+otherwise.
 """
 
 
@@ -95,7 +111,7 @@ def read_settings(path: Path, *classes: type, skip: tuple[str, ...] = ()) -> dic
         settings = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no TOML file: {error}") from None
-    known = [f.name for cls in classes for f in fields(cls) if f.name not in skip]
+    known = [f.name for cls in classes for f in settings_of(cls) if f.name not in skip]
     for key in settings:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -106,18 +122,22 @@ def read_settings(path: Path, *classes: type, skip: tuple[str, ...] = ()) -> dic
 
 def _rows(cls: type) -> Iterator[str]:
     hints = typing.get_type_hints(cls)
+    inherited = () if cls is TelemetryConfig else [f.name for f in fields(TelemetryConfig)]
     for f in fields(cls):
+        if f.name in inherited:
+            continue  # they have a table of their own
         cells = (f"`{f.name}`", _type_name(hints[f.name]), _default(f), f.metadata.get("help", ""))
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _type_name(hint: Any) -> str:
     arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
-    if typing.get_origin(hint) is Literal:
-        return ", ".join(f"`{choice}`" for choice in arms)
     if typing.get_origin(hint) is tuple:
         return "list of text"
-    plain = arms[0] if arms else hint
+    is_literal = typing.get_origin(hint) is Literal
+    plain = hint if is_literal or not arms else arms[0]
+    if typing.get_origin(plain) is Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(plain))
     return {str: "text", int: "integer", float: "number", bool: "yes or no"}[plain]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mii_zmq import protocol
 from mii_zmq.errors import Cancelled, DeadlineExceeded, MiiError, ProtocolError
@@ -53,6 +53,16 @@ class Completion:
     """Records of mii_zmq.logprobs, if they were asked for."""
 
 
+class SentAgain(NamedTuple):
+    """A request that was under way was sent once more, to another broker or to one that came back."""
+
+    at: float
+    """Monotonic time."""
+    endpoint: str
+    num_tokens: int
+    """Output tokens that had arrived."""
+
+
 class Generation:
     """One request in progress. Iterate for lists of new TokenDeltas, or await `result()`; do one of both, once."""
 
@@ -73,6 +83,7 @@ class Generation:
         "link",
         "refused_by",
         "request_id",
+        "sent_again",
     )
 
     def __init__(self, link: Home, header: GenerateHeader, body: bytes) -> None:
@@ -90,6 +101,8 @@ class Generation:
         self._delivered = Delivered()
         self._logprobs = b""
         """Of a request that was not streamed."""
+        self.sent_again: list[SentAgain] = []
+        """Whenever its broker was lost, or could not serve it."""
         self.refused_by: set[Home] = set()
         """Brokers that cannot serve it, while others perhaps can."""
         self._waiter: asyncio.Future[None] | None = None
@@ -100,6 +113,11 @@ class Generation:
             # Ordinarily the broker's word comes first; this is for a broker that is away, or never answers.
             after_s = header.deadline_ms / 1000 + DEADLINE_GRACE_S
             self._timer = asyncio.get_running_loop().call_later(after_s, self._expire)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens that have arrived."""
+        return self._delivered.num_tokens
 
     def __aiter__(self) -> Generation:
         return self
@@ -165,6 +183,9 @@ class Generation:
             self.header.deadline_ms = max(1, int(1000 * (self._deadline - time.monotonic())))
         raw = self._delivered.resume_frames()
         return protocol.encode(Verb.GENERATE, self.request_id, self.header, self.body, raw)
+
+    def note_sent_again(self, endpoint: str) -> None:
+        self.sent_again.append(SentAgain(time.monotonic(), endpoint, self._delivered.num_tokens))
 
     def on_delta(self, delta: TokenDelta) -> None:
         if self._done:

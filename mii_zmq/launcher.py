@@ -33,10 +33,10 @@ from mii_zmq.config import (
     to_arguments,
 )
 from mii_zmq.errors import MiiError, StartupError, from_wire
+from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink
 from mii_zmq.registry import DeploymentRecord, Registry
 from mii_zmq.supervisor import Supervisor
-from mii_zmq.telemetry import setup_logging
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def resolve_engine(engine: EngineConfig, report: Callable[[dict[str, Any]], None
 
 def add_group_command(launch: LaunchConfig, engine: EngineConfig, worker_endpoints: Sequence[str]) -> str:
     """What to type to add a worker group to a running deployment."""
-    worker = WorkerConfig(deployment=launch.deployment, brokers=tuple(worker_endpoints))
+    worker = WorkerConfig(deployment=launch.deployment, brokers=tuple(worker_endpoints), **launch.telemetry)
     return shlex.join(["python", "-m", "mii_zmq.worker", *to_arguments(engine), *to_arguments(worker)])
 
 
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--announce-fd", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--log-path", default=None, help=argparse.SUPPRESS)
     namespace = parser.parse_args(argv)
-    setup_logging("launcher")
+    setup_logging("launcher", getattr(namespace, "log_format", None))
     link = ChildLink(namespace.announce_fd)
 
     def report(facts: dict[str, Any]) -> None:

@@ -93,7 +93,9 @@ STATE_MANAGER_SETTINGS: dict[str, MiiSetting] = {
 }
 """Fields of `inference_engine_config["state_manager"]`."""
 
-OWN_LAUNCH_SETTINGS = ("drain_timeout_s", "load_timeout_s", "insecure")
+OWN_LAUNCH_SETTINGS = (
+    "drain_timeout_s", "load_timeout_s", "access_log", "insecure", "log_format", "otlp_endpoint", "trace_ratio",
+)  # fmt: skip
 _OWN_ENGINE_SETTINGS = tuple(f.name for f in fields(EngineConfig) if f.name not in ("model", "tokenizer"))
 
 

@@ -34,6 +34,7 @@ from mii_zmq.protocol_messages import (
     GenerateHeader,
     Header,
     Hello,
+    HistogramValues,
     Load,
     Ready,
     Registered,
@@ -46,7 +47,8 @@ from mii_zmq.sampling_params import unknown_field
 __all__ = [
     "MAJOR", "MAX_BODY_BYTES", "MAX_FRAMES", "MAX_GENERATE_HEADER_BYTES", "MAX_HEADER_BYTES", "MAX_RAW_BYTES",
     "MAX_SHOWN_NAME", "MINOR", "NO_ID", "NUM_FIXED_FRAMES", "TAG", "BrokerHeartbeat", "Cancel", "Credit", "Disconnect",
-    "ErrorHeader", "FinalBody", "FinalHeader", "GenerateBody", "GenerateHeader", "Header", "Hello", "Load", "Message",
+    "ErrorHeader", "FinalBody", "FinalHeader", "GenerateBody", "GenerateHeader", "Header", "Hello", "HistogramValues",
+    "Load", "Message",
     "Ready", "Registered", "TokenDelta", "TokenRow", "TokenRows", "Verb", "Welcome", "WorkerHeartbeat", "decode",
     "encode", "encode_body", "iterate_tokens", "new_request_id", "pack", "parse_body", "parse_header", "readable_id",
     "token_rows", "unpack_map",

@@ -81,6 +81,11 @@ class GenerateHeader(Header):
     seen: bool = False
     """The sender has known this deployment to serve: a broker that has just started waits for its workers instead of
     refusing the request."""
+    x_request_id: str = ""
+    """The caller's own name of the request, for logs and traces."""
+    traceparent: str = ""
+    """W3C trace context; a broker that traces passes on its own span in place of the caller's."""
+    tracestate: str = ""
     client: int = 0
     """Set by the broker: a number for the client connection; the worker groups TOKENS rows by it."""
     attempt: int = 0
@@ -220,6 +225,15 @@ class Load(Header):
     """Tokens per step at most; less than usual for a while when memory ran out."""
 
 
+class HistogramValues(msgspec.Struct):
+    """Observations since the start; see mii_zmq.telemetry.Histogram."""
+
+    bounds: list[float]
+    counts: list[int]
+    """Per bucket, with one more for what is above the last bound."""
+    total: float
+
+
 class WorkerHeartbeat(Header):
     """Worker to broker, at the interval that REGISTERED named."""
 
@@ -229,3 +243,5 @@ class WorkerHeartbeat(Header):
     load: Load
     report_age_ms: int = 0
     """Since the engine's last report, which `load` is from."""
+    histograms: dict[str, HistogramValues] = {}
+    """Seconds: of steps by stage, and of requests by phase."""

@@ -376,6 +376,7 @@ class Supervisor:
             client_endpoint=self._client_endpoints[index],
             worker_endpoint=self._worker_endpoints[index],
             drain_timeout_s=self._launch.drain_timeout_s,
+            **self._launch.telemetry,
         )
         return to_arguments(broker)
 
@@ -390,6 +391,7 @@ class Supervisor:
             group=f"{socket.gethostname()}-{os.getpid()}-{index + 1}" + (f".{incarnation}" if incarnation else ""),
             drain_timeout_s=self._launch.drain_timeout_s,
             load_timeout_s=self._launch.load_timeout_s,
+            **self._launch.telemetry,
         )
         return [*to_arguments(self._engines[index]), *to_arguments(worker)]
 

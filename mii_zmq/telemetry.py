@@ -1,36 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logging set-up of our processes, histograms, and a watch on event loops.
-
-One line per record: time, level, process name, message.
-"""
+"""What our processes measure of themselves: histograms, and a watch on event loops."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 import time
 from bisect import bisect_left
 from typing import Any
 
-from mii_zmq.config import log_level
-
-
-def setup_logging(process_name: str) -> logging.Logger:
-    """Configure the root logger of this process and return the package's logger."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname).1s [{process_name}] %(message)s", "%H:%M:%S")
-    )
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(log_level())
-    for noisy in ("httpx", "httpcore", "urllib3", "filelock", "aiohttp.access"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    return logging.getLogger("mii_zmq")
-
-
+SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+VLLM_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+VLLM_INTER_TOKEN_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+VLLM_REQUEST_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+"""Buckets of vLLM's histograms, so that its dashboards' quantiles mean the same here."""
+FIRST_TOKEN_S = tuple(sorted({*LONG_S, *VLLM_FIRST_TOKEN_S}))
+INTER_TOKEN_S = tuple(sorted({*SHORT_S, *VLLM_INTER_TOKEN_S}))
+REQUEST_S = tuple(sorted({*LONG_S, *VLLM_REQUEST_S}))
+"""What is observed: ours and vLLM's buckets together, from which `Histogram.coarse` makes either."""
+NUM_TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
 
 
 class Histogram:
@@ -62,6 +60,16 @@ class Histogram:
         if len(counts) != len(found.counts):
             return None
         found.counts = counts
+        return found
+
+    def coarse(self, bounds: tuple[float, ...]) -> Histogram:
+        """The same observations in fewer buckets; itself where its own buckets do not include `bounds`."""
+        if not set(bounds) <= set(self.bounds):
+            return self
+        found = Histogram(bounds)
+        found.total = self.total
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            found.counts[bisect_left(bounds, bound)] += count
         return found
 
     def buckets(self) -> list[tuple[str, float]]:

@@ -54,8 +54,9 @@ def run_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="mz-", dir="/tmp"))
     monkeypatch.setenv("MII_ZMQ_RUN_DIR", str(directory))
     # The command line sets it for its children; the next test must not inherit that.
-    monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", os.environ.get("MII_ZMQ_LOG_LEVEL", ""))
-    monkeypatch.delenv("MII_ZMQ_LOG_LEVEL")
+    for name in ("MII_ZMQ_LOG_LEVEL", "MII_ZMQ_LOG_FORMAT"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.delenv(name)
     children = _children()
     yield directory
     leaked = _wait_until_empty(lambda: _children() - children)

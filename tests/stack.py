@@ -68,8 +68,9 @@ class Stack:
             self.wait_for(lambda: name in self.group_states())
         return child
 
-    def start_gateway(self) -> str:
-        self.gateway = spawn("mii_zmq.gateway", ["--port", "0", "--brokers", self.client_endpoint], "gateway")
+    def start_gateway(self, *options: str) -> str:
+        arguments = ["--port", "0", "--brokers", self.client_endpoint, *options]
+        self.gateway = spawn("mii_zmq.gateway", arguments, "gateway")
         self.url = self.gateway.wait_ready(PATIENCE_S)["url"].rstrip("/")
         self.wait_for(lambda: http(self.url + "/health/ready")[0] == 200)
         return self.url

@@ -16,11 +16,12 @@ import sys
 
 import uvloop
 
-from mii_zmq import config, telemetry, transport
+from mii_zmq import config, logs, transport
 from mii_zmq.broker.broker import Broker
 from mii_zmq.config import BrokerConfig
 from mii_zmq.errors import StartupError
 from mii_zmq.process import ChildLink
+from mii_zmq.tracing import start_tracing
 
 
 def main() -> int:
@@ -31,7 +32,7 @@ def main() -> int:
     ChildLink.add_arguments(parser)
     namespace = parser.parse_args()
     link = ChildLink.from_arguments(namespace)
-    log = telemetry.setup_logging("broker")
+    log = logs.setup_logging("broker", getattr(namespace, "log_format", None))
     try:
         uvloop.run(_serve(config.from_arguments(namespace, BrokerConfig), link))
     except StartupError as error:
@@ -57,7 +58,10 @@ async def _serve(settings: BrokerConfig, link: ChildLink) -> None:
     context = transport.make_context()
     with contextlib.ExitStack() as at_end:
         at_end.callback(transport.close_context, context)
-        broker = Broker(settings, context)
+        tracing = start_tracing(settings, "broker")
+        if tracing is not None:
+            at_end.callback(tracing.close)
+        broker = Broker(settings, context, tracing)
         at_end.callback(broker.close)
         # Messages make no cycles that outlive them: full collections over the start-up's objects would be pauses only.
         gc.collect()

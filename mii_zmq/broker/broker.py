@@ -20,12 +20,14 @@ from typing import Any
 
 from mii_zmq import transport
 from mii_zmq.broker.outbox import Outbox
-from mii_zmq.broker.records import Action, Address, ToClient
+from mii_zmq.broker.records import Action, Address, Note, ToClient
+from mii_zmq.broker.request_spans import RequestSpans
 from mii_zmq.broker.state import BrokerState
 from mii_zmq.config import BrokerConfig
 from mii_zmq.errors import InternalError, MiiError
-from mii_zmq.protocol import decode, readable_id
+from mii_zmq.protocol import Verb, decode, readable_id
 from mii_zmq.telemetry import LoopLag
+from mii_zmq.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +43,8 @@ not yet handed over when the connection ends (ZMQ_IMMEDIATE), and a busy peer ta
 class Broker:
     """Owns both sockets. Made on the event loop that it runs on; `close` ends it."""
 
-    def __init__(self, config: BrokerConfig, context: Any) -> None:
-        """Raises ConfigError when an endpoint cannot be bound."""
+    def __init__(self, config: BrokerConfig, context: Any, tracing: Tracing | None = None) -> None:
+        """`tracing` is its owner's to close. Raises ConfigError when an endpoint cannot be bound."""
         self._loop = asyncio.get_running_loop()
         clients, self.client_endpoint = transport.bind_router(context, config.client_endpoint)
         try:
@@ -51,6 +53,8 @@ class Broker:
             clients.close(linger=0)
             raise
         self.state = BrokerState(config, os.urandom(16), time.monotonic())
+        self._spans = None if tracing is None else RequestSpans(tracing)
+        self.state.requests.traces = tracing is not None
         self._complaints = _RateLimit()
         self._clients = transport.AsyncSocket(clients, partial(self._guard, self._on_client_frames))
         self._workers = transport.AsyncSocket(workers, partial(self._guard, self._on_worker_frames))
@@ -104,10 +108,14 @@ class Broker:
             self._complaints.log(logging.WARNING, "refused a message of a client: %s", error.message)
             self._perform(self.state.client_malformed(address, readable_id(frames), error))
             return
+        now = time.monotonic()
+        trace = self._spans.enter(message, now) if self._spans is not None and message.verb is Verb.GENERATE else ""
         try:
-            self._perform(self.state.client_message(address, message, time.monotonic()))
+            self._perform(self.state.client_message(address, message, now))
         except Exception:
             failure = InternalError("the broker failed on this message; its log says more")
+            if self._spans is not None:
+                self._spans.discard(trace)
             self._perform(self.state.client_malformed(address, message.request_id, failure))
             raise
 
@@ -142,6 +150,9 @@ class Broker:
             if isinstance(action, ToClient):
                 if not self._client_outbox.send(action.address, action.frames, now):
                     waiting.extend(self._client_lost(action.address, now))
+            elif isinstance(action, Note):
+                if self._spans is not None:
+                    self._spans.on_note(action, now)
             elif not self._worker_outbox.send(action.address, action.frames, now):
                 waiting.extend(self._worker_lost(action.address, now))
         if self._retry_timer is None and (self._client_outbox.has_backlog or self._worker_outbox.has_backlog):

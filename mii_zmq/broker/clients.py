@@ -15,7 +15,7 @@ from typing import Any
 from mii_zmq.broker.admission import check_room
 from mii_zmq.broker.credit import UNLIMITED, grant
 from mii_zmq.broker.liveness import Liveness
-from mii_zmq.broker.records import Address, Client, Deployment, ToClient
+from mii_zmq.broker.records import Address, Client, Deployment, Note, ToClient
 from mii_zmq.broker.requests import Requests
 from mii_zmq.errors import (
     Cancelled,
@@ -94,7 +94,13 @@ class Clients:
                 self._requests.counters.refused += 1
                 if not isinstance(error, Overloaded):
                     self._requests.counters.rejections[error.code] += 1
+                self._note_refusal(message, error)
             self._answer(address, message.request_id, error, is_generate=message.verb is Verb.GENERATE)
+
+    def _note_refusal(self, message: Message, error: MiiError) -> None:
+        trace = message.header.get("traceparent")
+        if self._requests.traces and isinstance(trace, str):
+            self._requests.actions += [Note(trace, "failed", {"code": error.code}), Note(trace, "ended", {})]
 
     def on_malformed(self, address: Address, request_id: bytes, error: MiiError) -> None:
         """Answer a message that could not be decoded."""

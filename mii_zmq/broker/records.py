@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mii_zmq.broker.admission import DrainRate, Tenants
 from mii_zmq.broker.credit import UNLIMITED, Withheld
 from mii_zmq.broker.waiting import WaitingQueue
-from mii_zmq.protocol import Load
+from mii_zmq.protocol import HistogramValues, Load
 from mii_zmq.resume import Delivered
-from mii_zmq.telemetry import LONG_S, Histogram
+from mii_zmq.telemetry import REQUEST_S, Histogram
+from mii_zmq.trace_context import TraceContext
 
 Address = tuple[bytes, ...]
 
@@ -37,7 +38,17 @@ class ToWorker(NamedTuple):
     frames: Sequence[bytes]
 
 
-Action = ToClient | ToWorker
+class Note(NamedTuple):
+    """Action: remember this for the trace of a request; only of requests that are traced."""
+
+    trace: str
+    """The request's span, as a traceparent."""
+    event: str
+    """'assigned', 'retried', 'finished' or 'failed', and at last 'ended'."""
+    facts: Mapping[str, str | int]
+
+
+Action = ToClient | ToWorker | Note
 
 
 class RequestState(enum.Enum):
@@ -85,6 +96,8 @@ class Group:
     last_seen: float
     is_draining: bool = False
     load: Load = field(default_factory=Load)
+    histograms: dict[str, HistogramValues] = field(default_factory=dict)
+    """As its last heartbeat had them."""
     requests: dict[bytes, Request] = field(default_factory=dict)
     barred: dict[bytes, float] = field(default_factory=dict)
     """Request ids that may not be sent here, and since when: cancelled, and the last word on them not yet heard."""
@@ -120,7 +133,7 @@ class Deployment:
     finished_per_s: float = 0.0
     drain_rate: DrainRate = field(default_factory=DrainRate)
     tenants: Tenants = field(default_factory=Tenants)
-    queue_time: Histogram = field(default_factory=lambda: Histogram(LONG_S))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_S))
     """Seconds from acceptance to the first group."""
 
     @property
@@ -167,6 +180,8 @@ class Request:
     is_apart: bool = False
     """It may be what the groups died of: no other suspect is sent where it runs."""
     suspected_at: float = 0.0
+    trace: TraceContext | None = None
+    """Its span, if it is traced."""
     longest_run_s: float = 0.0
     """Of the times that it ran on groups until they died."""
     estimated_end: int = field(init=False)

@@ -21,6 +21,7 @@ from mii_zmq.broker.records import (
     Counters,
     Deployment,
     Group,
+    Note,
     Request,
     RequestState,
     ToClient,
@@ -30,6 +31,7 @@ from mii_zmq.broker.routing import estimate_tokens
 from mii_zmq.errors import DeadlineExceeded, MiiError, NoWorkers, PoisonRequest, WorkerLost
 from mii_zmq.protocol import MAX_RAW_BYTES, NO_ID, GenerateHeader, Message, Verb, encode
 from mii_zmq.resume import Delivered
+from mii_zmq.trace_context import parse
 
 MAX_GROUPS = 16
 """Groups that one request is given to in all, whatever became of them."""
@@ -74,6 +76,8 @@ class Requests:
         self.by_id: dict[bytes, Request] = {}
         self.actions: list[Action] = []
         """Collected here by every part of the state; taken out after each event."""
+        self.traces = False
+        """Say by Notes what happens to requests whose trace context asks for that."""
         self.quarantine = suspects.Quarantine(limits.quarantine_s)
         self.held_bytes = 0
         """Headers, bodies, raw frames, forwarded ids and withheld output of all unfinished requests."""
@@ -120,6 +124,9 @@ class Requests:
         client.requests[request.request_id] = request
         self.held_bytes += num_bytes
         self.counters.accepted += 1
+        if self.traces:
+            context = parse(header.traceparent, header.tracestate)
+            request.trace = context if context is not None and context.is_sampled else None
         if header.deadline_ms is not None:
             request.deadline = now + header.deadline_ms / 1000
             heapq.heappush(self._deadlines, (request.deadline, request.order, request))
@@ -134,6 +141,10 @@ class Requests:
         for deployment in self.deployments.values():
             deployment.last_ready = now
         self.starving = dict.fromkeys(self.starving, now)
+
+    def note(self, request: Request, event: str, **facts: str | int) -> None:
+        if request.trace is not None:
+            self.actions.append(Note(request.trace.traceparent, event, facts))
 
     def send(self, client: Client, frames: Sequence[bytes]) -> None:
         """A TOKENS message."""
@@ -196,6 +207,12 @@ class Requests:
         }
         if request.deadline is not None:
             header["deadline_ms"] = max(1, round((request.deadline - now) * 1000))
+        if request.trace is not None:
+            header["traceparent"] = request.trace.derived(self._num_picked).traceparent
+            number, num_tokens = self._num_picked, delivered.num_tokens
+            self.note(
+                request, "assigned", number=number, group=group.name, attempt=request.attempt, num_tokens=num_tokens
+            )
         frames = encode(Verb.GENERATE, request.request_id, header, request.body, delivered.resume_frames())
         self.actions.append(ToWorker(group.address, frames))
 
@@ -206,6 +223,7 @@ class Requests:
         self.counters.finished[reason if reason in KNOWN_REASONS else "other"] += 1
         request.deployment.num_finished += 1
         request.deployment.drain_rate.num_tokens += request.num_tokens
+        self.note(request, "finished", reason=reason)
         if request.withheld is None:
             self.complete(request, frames)
         else:
@@ -230,6 +248,7 @@ class Requests:
 
     def fail_with(self, request: Request, frames: Sequence[bytes], code: str) -> None:
         """End a request with an encoded ERROR; the caller dispatches."""
+        self.note(request, "failed", code=code)
         self._end(request)
         self.counters.errors[code] += 1
         self.actions.append(ToClient(request.client.address, frames))
@@ -245,6 +264,7 @@ class Requests:
             self.counters.cancelled += 1
             self.counters.cancellations[request.state.value] += 1
             if error is None:
+                self.note(request, "failed", code="client_gone")
                 self._end(request)
             else:
                 self._reject(request, error)
@@ -300,6 +320,7 @@ class Requests:
             self._reject(request, WorkerLost(f"the request is not tried again, {reason}; {why}"), retryable=False)
             return
         self.counters.retries += 1
+        self.note(request, "retried", why=why)
         request.deployment.queue.push(request)
 
     def _expel(self, request: Request, text: str, now: float) -> None:
@@ -332,6 +353,7 @@ class Requests:
             request.deployment.queue.discard(request)
         self._release(request)
         request.state = RequestState.FINISHED
+        self.note(request, "ended", num_tokens=request.delivered.num_tokens)
         del self.by_id[request.request_id]
         del request.client.requests[request.request_id]
         self.held_bytes -= request.num_bytes + len(request.delivered.token_ids)

@@ -64,5 +64,6 @@ def _group(group: Group, now: float) -> dict[str, Any]:
         "heartbeat_age_ms": int((now - group.last_seen) * 1000),
         "uptime_s": now - group.registered_at,
         "load": msgspec.structs.asdict(group.load),
+        "histograms": {name: msgspec.structs.asdict(values) for name, values in group.histograms.items()},
         "info": group.info,
     }

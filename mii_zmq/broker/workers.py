@@ -19,6 +19,7 @@ from mii_zmq.broker.routing import MAX_TOKENS
 from mii_zmq.broker.tokens import forward_tokens
 from mii_zmq.config import check_deployment_name
 from mii_zmq.errors import ConfigError, Draining, MiiError, ProtocolError, WorkerLost
+from mii_zmq.logs import facts
 from mii_zmq.protocol import (
     NO_ID,
     BrokerHeartbeat,
@@ -37,6 +38,8 @@ from mii_zmq.protocol import (
 log = logging.getLogger(__name__)
 
 MAX_DEPLOYMENTS = 1024
+MAX_HISTOGRAMS = 64
+"""Of one group; each costs its bytes in every STATUS."""
 CROSSING_S = 1.0
 """A request that was sent to a group longer ago than this has arrived there, or is lost."""
 FENCE_INTERVAL_S = 0.25
@@ -165,7 +168,7 @@ class Workers:
         self.by_address[address] = deployment.groups[group.name] = group
         deployment.last_ready = now
         deployment.was_served = True
-        log.info("group %r of deployment %r registered", group.name, deployment.name)
+        log.info("group %r of deployment %r registered", group.name, deployment.name, extra=facts(group=group.name))
         return group
 
     def _move(self, group: Group, address: Address, ready: Ready, now: float) -> list[Request]:
@@ -204,6 +207,7 @@ class Workers:
             log.warning(
                 "group %r of deployment %r is gone with %d requests: %s",
                 group.name, deployment.name, len(group.requests), why,
+                extra=facts(group=group.name, deployment=deployment.name),
             )  # fmt: skip
         else:
             log.info("group %r of deployment %r left", group.name, deployment.name)
@@ -232,7 +236,10 @@ class Workers:
             raise ProtocolError("the heartbeat's incarnation is not the registered one")
         if heartbeat.state not in ("ready", "draining"):
             raise ProtocolError(f"the heartbeat's state is {heartbeat.state[:40]!r}, allowed: 'ready', 'draining'")
+        if len(heartbeat.histograms) > MAX_HISTOGRAMS:
+            raise ProtocolError(f"a heartbeat has at most {MAX_HISTOGRAMS} histograms, not {len(heartbeat.histograms)}")
         group.load = heartbeat.load
+        group.histograms = heartbeat.histograms
         reported = min(heartbeat.load.outstanding_tokens, MAX_TOKENS)
         group.unaccounted_tokens = max(0, reported - group.outstanding_tokens)
         if heartbeat.state == "draining":

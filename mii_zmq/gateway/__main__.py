@@ -26,8 +26,9 @@ from mii_zmq.errors import BrokerUnavailable, StartupError
 from mii_zmq.gateway.app import listen, make_app, make_runner, open_door
 from mii_zmq.gateway.door import Door
 from mii_zmq.gateway.state import GATEWAY
+from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink
-from mii_zmq.telemetry import setup_logging
+from mii_zmq.tracing import start_tracing
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser, GatewayConfig)
     ChildLink.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    setup_logging("gateway")
+    setup_logging("gateway", getattr(arguments, "log_format", None))
     link = ChildLink.from_arguments(arguments)
     try:
         config = from_arguments(arguments, GatewayConfig)
@@ -59,8 +60,9 @@ LAST_REQUESTS_S = 0.2
 async def serve(config: GatewayConfig, listener: socket.socket, link: ChildLink) -> None:
     """Serve on `listener` until a signal, then drain."""
     stop = _stop_at_signals()
+    tracing = start_tracing(config, "gateway")
     client = AsyncClient(config.brokers, name="gateway")
-    app = make_app(config, client)
+    app = make_app(config, client, tracing)
     runner = make_runner(app)
     await runner.setup()
     try:
@@ -83,6 +85,8 @@ async def serve(config: GatewayConfig, listener: socket.socket, link: ChildLink)
             log.warning("some requests were not finished in time and got an error")
     finally:
         await runner.cleanup()
+        if tracing is not None:
+            tracing.close()
 
 
 async def _close(door: Door) -> None:

@@ -20,6 +20,7 @@ from mii_zmq.gateway.state import GATEWAY, Gateway
 if TYPE_CHECKING:
     from mii_zmq.client import AsyncClient
     from mii_zmq.config import GatewayConfig
+    from mii_zmq.tracing import Tracing
 
 KEEPALIVE_TIMEOUT_S = 75.0
 LINGERING_S = 2.0
@@ -32,10 +33,11 @@ CONNECT_ATTEMPT_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def make_app(config: GatewayConfig, client: AsyncClient) -> web.Application:
-    """The application owns `client`: it connects it in the background and closes it at the end."""
+def make_app(config: GatewayConfig, client: AsyncClient, tracing: Tracing | None = None) -> web.Application:
+    """The application owns `client`: it connects it in the background and closes it at the end. `tracing` is not its
+    to close."""
     app = web.Application(middlewares=MIDDLEWARES)
-    app[GATEWAY] = Gateway(config, client)
+    app[GATEWAY] = Gateway(config, client, tracing)
     app.add_routes(
         [
             *page.routes(),

@@ -37,6 +37,8 @@ class GroupStatus:
     """It can hold an output to a grammar."""
     reasons: bool = False
     """Its chat template speaks of <think>: answers may begin with reasoning."""
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    """Of its steps and requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ def _group(values: Mapping[str, Any]) -> GroupStatus:
         tool_format if isinstance(tool_format, str) else None,
         offers_grammars(info),
         reasons(info),
+        {name: found for name, of in _maps(values.get("histograms")) if (found := Histogram.from_map(of)) is not None},
     )
 
 

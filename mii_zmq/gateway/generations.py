@@ -53,6 +53,10 @@ def submitted(
     except ConfigError as error:
         raise UnknownDeployment(error.message) from None
     generations: list[Generation] = []
+    record = terms.record
+    if record is not None:
+        record.model, record.stream, record.generations = deployment, stream, generations
+        record.params = bodies[0].params if bodies else {}
     try:
         for body in bodies:
             generation = client.generate(
@@ -62,6 +66,8 @@ def submitted(
                 tenant=terms.tenant,
                 priority=terms.priority,
                 deadline_s=terms.left_s(),
+                name="" if record is None else record.request_id,
+                trace=None if record is None else record.trace,
             )
             generations.append(generation)
         yield generations

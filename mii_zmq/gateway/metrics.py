@@ -18,12 +18,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mii_zmq.gateway.broker_status import ENGINE_COUNTERS, BrokerStatus
-from mii_zmq.gateway.service_metrics import counter, histogram, service_families
+from mii_zmq.gateway.request_record import RequestRecord
+from mii_zmq.gateway.service_metrics import coarse, counter, histogram, service_families
 from mii_zmq.gateway.vllm_metrics import vllm_families
-from mii_zmq.telemetry import LONG_S, Histogram
+from mii_zmq.telemetry import FIRST_TOKEN_S, INTER_TOKEN_S, LONG_S, NUM_TOKENS, REQUEST_S, SHORT_S, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class Metrics:
@@ -41,22 +41,27 @@ class Metrics:
         """By route and deployment, like `request_s`."""
         self.request_s: dict[tuple[str, str], Histogram] = {}
         self.inter_token_s: dict[tuple[str], Histogram] = {}
+        self.prompt_sizes: dict[tuple[str], Histogram] = {}
+        """Tokens per finished generation, like `output_sizes`."""
+        self.output_sizes: dict[tuple[str], Histogram] = {}
 
     def observe_first_token(self, route: str, deployment: str, seconds: float) -> None:
-        _observe(self.first_token_s, (route, deployment), LONG_S, seconds)
+        _observe(self.first_token_s, (route, deployment), FIRST_TOKEN_S, seconds)
 
     def observe_request(self, route: str, deployment: str, seconds: float) -> None:
-        _observe(self.request_s, (route, deployment), LONG_S, seconds)
+        _observe(self.request_s, (route, deployment), REQUEST_S, seconds)
 
     def observe_gap(self, deployment: str, seconds: float, num_tokens: int) -> None:
         """`num_tokens` tokens of a stream that came `seconds` apart."""
-        _observe(self.inter_token_s, (deployment,), SHORT_S, seconds, num_tokens)
+        _observe(self.inter_token_s, (deployment,), INTER_TOKEN_S, seconds, num_tokens)
 
     def count_tokens(self, deployment: str, prompt: int, cached: int, generated: int) -> None:
         """Count a finished generation."""
         self.prompt_tokens[deployment] += prompt
         self.cached_tokens[deployment] += cached
         self.generated_tokens[deployment] += generated
+        _observe(self.prompt_sizes, (deployment,), NUM_TOKENS, prompt)
+        _observe(self.output_sizes, (deployment,), NUM_TOKENS, generated)
 
     def render(self, status: BrokerStatus | None, client_is_connected: bool, own: Mapping[str, float]) -> bytes:
         """The Prometheus text page; `status` is None while no broker answers, `own` are gauges of this process."""
@@ -65,7 +70,7 @@ class Metrics:
             *self._families(),
             *_broker_families(status, client_is_connected),
             *service_families(status, own),
-            *vllm_families(status, self.first_token_s, self.inter_token_s, self.request_s),
+            *vllm_families(status, self),
         ]
         registry.register(_Page(families))
         return generate_latest(registry)
@@ -85,20 +90,23 @@ class Metrics:
         yield counter("mii_gateway_slow_readers", "Streams cut because nobody read", (), {(): self.num_slow_readers})
         yield GaugeMetricFamily("mii_gateway_requests_in_flight", "Requests in progress", value=self.num_in_flight)
         labels = ("route", "deployment")
-        name, gaps = "mii_gateway_time_to_first_token_seconds", self.inter_token_s
-        yield histogram(name, "Arrival to first token of a stream", labels, self.first_token_s)
-        yield histogram("mii_gateway_request_seconds", "Arrival to last token", labels, self.request_s)
-        name = "mii_gateway_inter_token_latency_seconds"
+        name = "mii_gateway_time_to_first_token_seconds"
+        yield histogram(name, "Arrival to first token of a stream", labels, coarse(self.first_token_s, LONG_S))
+        name = "mii_gateway_request_seconds"
+        yield histogram(name, "Arrival to last token", labels, coarse(self.request_s, LONG_S))
+        name, gaps = "mii_gateway_inter_token_latency_seconds", coarse(self.inter_token_s, SHORT_S)
         yield histogram(name, "Time between tokens of a stream", ("deployment",), gaps)
 
 
 class StreamClock:
     """Measures one HTTP request that generates: first token, gaps, end."""
 
-    __slots__ = ("_last", "_metrics", "_route", "_start", "deployment")
+    __slots__ = ("_last", "_metrics", "_record", "_route", "_start", "deployment")
 
-    def __init__(self, metrics: Metrics, route: str) -> None:
+    def __init__(self, metrics: Metrics, route: str, record: RequestRecord | None = None) -> None:
+        """`record` is told when the first token came, and of errors."""
         self._metrics = metrics
+        self._record = record
         self._route = route
         self._start = time.monotonic()
         self._last: dict[int, float] = {}
@@ -113,6 +121,8 @@ class StreamClock:
             self._metrics.observe_gap(self.deployment, (now - last) / num_tokens, num_tokens)
         elif not self._last:
             self._metrics.observe_first_token(self._route, self.deployment, now - self._start)
+            if self._record is not None:
+                self._record.first_token_s = now - self._record.started
         self._last[index] = now
 
     def on_end(self) -> None:
@@ -120,6 +130,8 @@ class StreamClock:
 
     def on_error(self, code: str) -> None:
         self._metrics.stream_errors[self._route, code] += 1
+        if self._record is not None:
+            self._record.error_code = code
 
 
 def _observe(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around every request: an id, a count, an answer to whatever went wrong, and no service to foreign web pages.
+"""Around every request: an id, a line in the log, a span, a count, an answer to whatever went wrong, and no service to
+foreign web pages.
 
 `MIDDLEWARES` is in calling order, outermost first. An error that reaches this module met a response whose first byte
 was not sent; a started stream reports its errors itself.
@@ -8,8 +9,9 @@ was not sent; a started stream reports its errors itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
@@ -17,8 +19,12 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from mii_zmq.errors import InternalError, MiiError
+from mii_zmq.gateway import access_log, request_span
 from mii_zmq.gateway.http_errors import ForbiddenOrigin, MethodNotAllowed, NotFound, error_response
+from mii_zmq.gateway.request_record import RECORD, RequestRecord
 from mii_zmq.gateway.state import GATEWAY
+from mii_zmq.logs import about
+from mii_zmq.trace_context import request_name
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +33,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REQUEST_ID = web.RequestKey("request_id", str)
 REQUEST_ID_HEADER = "X-Request-ID"
 CLIENT_GONE = "499"
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @web.middleware
@@ -36,13 +41,37 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
 
     The door is told that a header has come.
     """
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-    door = request.app[GATEWAY].door
-    if door is None:
+    gateway = request.app[GATEWAY]
+    request_id = request_name(request.headers.get(REQUEST_ID_HEADER), uuid.uuid4().bytes)
+    record = RequestRecord(request_id, time.monotonic())
+    request[REQUEST_ID], request[RECORD] = request_id, record
+    request_span.enter(request, record, gateway.tracing)
+    trace_id = None if record.trace is None else record.trace.trace_id
+    serving = contextlib.nullcontext() if gateway.door is None else gateway.door.serving(request.transport)
+    with about(request_id=request_id, trace_id=trace_id), serving:
         return await handler(request)
-    with door.serving(request.transport):
-        return await handler(request)
+
+
+@web.middleware
+async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Says at the end how the request went: in the access log, and as a span."""
+    record, status = request[RECORD], 500
+    try:
+        response = await handler(request)
+        status = response.status
+    except (asyncio.CancelledError, ConnectionError):
+        status, record.is_gone = int(CLIENT_GONE), True
+        raise
+    except web.HTTPException as error:
+        status = error.status
+        raise
+    finally:
+        gateway, now = request.app[GATEWAY], time.monotonic()
+        if gateway.config.access_log:
+            access_log.write_line(request, record, status, now - record.started)
+        if gateway.tracing is not None:
+            request_span.leave(request, record, gateway.tracing, route_of(request), status, now)
+    return response
 
 
 @web.middleware
@@ -62,6 +91,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         return await handler(request)
     except MiiError as error:
+        request[RECORD].error_code = error.code
         if isinstance(error, InternalError):
             log.error("request %s: %s", request[REQUEST_ID], error)
         return error_response(request, error)
@@ -76,6 +106,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except ConnectionError:
         raise
     except Exception:
+        request[RECORD].error_code = InternalError.code
         log.exception("request %s failed", request[REQUEST_ID])
         return error_response(request, InternalError("internal error; the gateway's log has the details"))
 
@@ -114,4 +145,4 @@ def _authority(origin: str) -> str | None:
         return None
 
 
-MIDDLEWARES = (identify, count, answer_errors, refuse_cross_origin)
+MIDDLEWARES = (identify, account, count, answer_errors, refuse_cross_origin)

@@ -26,6 +26,7 @@ from mii_zmq.gateway.logprob_bodies import LogprobView
 from mii_zmq.gateway.metrics import StreamClock
 from mii_zmq.gateway.middlewares import route_of
 from mii_zmq.gateway.request_body import Fields, decode_field, read_fields
+from mii_zmq.gateway.request_record import RECORD
 from mii_zmq.gateway.serving import find_deployment
 from mii_zmq.gateway.sse import DONE, encode, respond
 from mii_zmq.gateway.state import GATEWAY
@@ -70,11 +71,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """Handler of POST /mii/{deployment}."""
     gateway = request.app[GATEWAY]
     deployment = request.match_info["deployment"]
-    clock = StreamClock(gateway.metrics, route_of(request))
+    clock = StreamClock(gateway.metrics, route_of(request), request[RECORD])
     terms = terms_of(request)
     asked = parse(await read_fields(request))
     if asked.params.structured_output is not None:
         check_compiler(asked.params, await find_deployment(gateway, deployment))
+    request[RECORD].num_choices = asked.params.n
     with (
         gateway.running(),
         submitted(gateway.client, deployment, asked.bodies(), terms, stream=asked.stream) as generations,

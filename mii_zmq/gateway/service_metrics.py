@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mii_zmq.gateway.broker_status import ENGINE, BrokerStatus
-from mii_zmq.telemetry import Histogram
+from mii_zmq.telemetry import LONG_S, Histogram
 
 _COUNTERS = (
     ("request_retries", "retries", "Requests given to another group"),
@@ -55,6 +55,23 @@ _GROUP_METRICS = (
 )
 
 
+_GROUP_HISTOGRAMS: tuple[tuple[str, Mapping[str, str], str, str], ...] = (
+    (
+        "stage",
+        {"step_plan": "plan", "step_submit": "submit", "step_wait": "wait", "step_finish": "finish"},
+        "engine_step_stage_seconds",
+        "Of a step: planned, submitted, waited for and read, finished",
+    ),
+    (
+        "phase",
+        {name: name for name in ("tokenize", "queue", "prefill", "decode")},
+        "request_phase_seconds",
+        "Of a request in its group: tokenized, waiting in the engine, prefill, decode",
+    ),
+)
+"""Label, the group's histograms by its values, and the metric's name and help."""
+
+
 def service_families(status: BrokerStatus | None, own: Mapping[str, float]) -> Iterator[Metric]:
     """`own` are gauges of the gateway's process, by name."""
     lags = {("gateway",): own["event_loop_lag_seconds"]} if "event_loop_lag_seconds" in own else {}
@@ -81,7 +98,7 @@ def _deployment_families(status: BrokerStatus) -> Iterator[Metric]:
     for name, key, text in _DEPLOYMENT_GAUGES:
         values = {(d.name,): d.numbers[key] for d in deployments if key in d.numbers}
         yield _gauge(name, text, ("deployment",), values)
-    waits = {(d.name,): d.queue_time for d in deployments if d.queue_time is not None}
+    waits = coarse({(d.name,): d.queue_time for d in deployments if d.queue_time is not None}, LONG_S)
     yield histogram("mii_queue_time_seconds", "From acceptance to a group", ("deployment",), waits)
 
 
@@ -95,6 +112,14 @@ def _group_families(status: BrokerStatus) -> Iterator[Metric]:
             if number in group.numbers:
                 family.add_metric(key, factor * group.numbers[number])
         yield family
+    for label, names, metric, text in _GROUP_HISTOGRAMS:
+        found = {
+            (*key, short): group.histograms[name].coarse(LONG_S)
+            for key, group in groups
+            for name, short in names.items()
+            if name in group.histograms
+        }
+        yield histogram(f"mii_{metric}", text, (*labels, label), found)
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Metric:
@@ -109,6 +134,11 @@ def counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, 
     for label_values, value in values.items():
         family.add_metric(label_values, value)
     return family
+
+
+def coarse(histograms: Mapping[Any, Histogram], bounds: tuple[float, ...]) -> dict[Any, Histogram]:
+    """Each in these buckets, if it has them."""
+    return {key: found.coarse(bounds) for key, found in histograms.items()}
 
 
 def histogram(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, Histogram]) -> Metric:

@@ -18,6 +18,7 @@ from mii_zmq.gateway.http_errors import JSON
 from mii_zmq.gateway.metrics import StreamClock
 from mii_zmq.gateway.middlewares import route_of
 from mii_zmq.gateway.request_body import Fields, read_fields
+from mii_zmq.gateway.request_record import RECORD
 from mii_zmq.gateway.sse import EventFormat, respond
 from mii_zmq.gateway.state import GATEWAY, Gateway
 from mii_zmq.gateway.terms import terms_of
@@ -48,8 +49,9 @@ async def serve(
         ConnectionError: the client is gone.
     """
     gateway = request.app[GATEWAY]
-    clock, terms = StreamClock(gateway.metrics, route_of(request)), terms_of(request)
+    clock, terms = StreamClock(gateway.metrics, route_of(request), request[RECORD]), terms_of(request)
     asked = parse(await read_fields(request))
+    request[RECORD].num_choices = asked.params.n
     if asked.priority:
         terms = replace(terms, priority=asked.priority)
     tool_format = ANY

@@ -24,6 +24,7 @@ from mii_zmq.telemetry import LoopLag
 if TYPE_CHECKING:
     from mii_zmq.client import AsyncClient
     from mii_zmq.config import GatewayConfig
+    from mii_zmq.tracing import Tracing
 
 STATUS_MAX_AGE_S = 0.2
 """Health probes, model lists and metrics readers share one STATUS for this long."""
@@ -38,9 +39,10 @@ WRITE_TIMEOUT_S = 30.0
 class Gateway:
     """Belongs to one event loop."""
 
-    def __init__(self, config: GatewayConfig, client: AsyncClient) -> None:
+    def __init__(self, config: GatewayConfig, client: AsyncClient, tracing: Tracing | None = None) -> None:
         self.config = config
         self.client = client
+        self.tracing = tracing
         self.metrics = Metrics()
         self.started_at = time.time()
         self.door: Door | None = None

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from mii_zmq.errors import DeadlineExceeded, InvalidRequest
+from mii_zmq.gateway.request_record import RECORD, RequestRecord
 
 TENANT = "X-MII-Tenant"
 PRIORITY = "X-MII-Priority"
@@ -33,6 +34,8 @@ class Terms:
     priority: int = 0
     deadline: float | None = None
     """Monotonic time."""
+    record: RequestRecord | None = field(default=None, compare=False)
+    """Where the request's generations are noted; has its name and its place in a trace."""
 
     def left_s(self) -> float | None:
         """Time until the deadline, None without one; raises DeadlineExceeded when it has passed."""
@@ -52,7 +55,7 @@ def terms_of(request: web.Request) -> Terms:
     priority = _integer(request, PRIORITY, -MAX_PRIORITY, MAX_PRIORITY)
     deadline_ms = _integer(request, DEADLINE, 1, MAX_DEADLINE_MS)
     deadline = None if deadline_ms is None else time.monotonic() + deadline_ms / 1000
-    return Terms(tenant, priority or 0, deadline)
+    return Terms(tenant, priority or 0, deadline, request.get(RECORD))
 
 
 def _integer(request: web.Request, name: str, least: int, most: int) -> int | None:

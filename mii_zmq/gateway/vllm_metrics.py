@@ -2,20 +2,20 @@
 """The same numbers once more under the names that vLLM gives them: its dashboards and autoscalers go on working.
 
 vLLM's label `model_name` is our deployment and its `engine` our worker group. What it measures inside its engine and
-we at the gateway (first token, gaps, whole requests) includes the way through the broker here. Histograms have our
+we at the gateway (first token, gaps, whole requests) includes the way through the broker here. Histograms have vLLM's
 buckets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mii_zmq.gateway.broker_status import ENGINE, BrokerStatus, GroupStatus
-from mii_zmq.gateway.service_metrics import counter, histogram
-from mii_zmq.telemetry import Histogram
+from mii_zmq.gateway.service_metrics import coarse, counter, histogram
+from mii_zmq.telemetry import VLLM_FIRST_TOKEN_S, VLLM_INTER_TOKEN_S, VLLM_REQUEST_S, Histogram
 
 PREFIX = "vllm:"
 _ENGINE_LABELS = ("model_name", "engine")
@@ -44,19 +44,31 @@ _OF_GROUPS: tuple[tuple[type[Any], str, str, Callable[[Numbers], float | None]],
 )
 
 
-def vllm_families(
-    status: BrokerStatus | None,
-    first_token_s: Mapping[tuple[str, str], Histogram],
-    inter_token_s: Mapping[tuple[str], Histogram],
-    request_s: Mapping[tuple[str, str], Histogram],
-) -> Iterator[Metric]:
-    """The histograms are the gateway's, by (route and) deployment."""
+class OwnHistograms(Protocol):
+    """What the gateway measures itself, by (route and) deployment."""
+
+    first_token_s: dict[tuple[str, str], Histogram]
+    request_s: dict[tuple[str, str], Histogram]
+    inter_token_s: dict[tuple[str], Histogram]
+    prompt_sizes: dict[tuple[str], Histogram]
+    output_sizes: dict[tuple[str], Histogram]
+
+
+def vllm_families(status: BrokerStatus | None, own: OwnHistograms) -> Iterator[Metric]:
     label = ("model_name",)
-    name = f"{PREFIX}time_to_first_token_seconds"
-    yield histogram(name, "Arrival at the gateway to first token", label, _by_deployment(first_token_s))
-    yield histogram(f"{PREFIX}inter_token_latency_seconds", "Time between tokens", label, inter_token_s)
-    name = f"{PREFIX}e2e_request_latency_seconds"
-    yield histogram(name, "Arrival at the gateway to last token", label, _by_deployment(request_s))
+    first_token_s, request_s = _by_deployment(own.first_token_s), _by_deployment(own.request_s)
+    for name, text, found in (
+        (
+            "time_to_first_token_seconds",
+            "Arrival at the gateway to first token",
+            coarse(first_token_s, VLLM_FIRST_TOKEN_S),
+        ),
+        ("inter_token_latency_seconds", "Time between tokens", coarse(own.inter_token_s, VLLM_INTER_TOKEN_S)),
+        ("e2e_request_latency_seconds", "Arrival at the gateway to last token", coarse(request_s, VLLM_REQUEST_S)),
+        ("request_prompt_tokens", "Prompt tokens of a finished generation", own.prompt_sizes),
+        ("request_generation_tokens", "Output tokens of a finished generation", own.output_sizes),
+    ):
+        yield histogram(PREFIX + name, text, label, found)
     if status is None:
         return
     finished = {(reason,): count for reason, count in status.labelled_counters.get("finished", {}).items()}
@@ -69,10 +81,14 @@ def vllm_families(
         waiting.add_metric((deployment.name,), deployment.numbers.get("num_waiting", 0.0) + in_groups)
     yield waiting
     waits = {(d.name,): d.queue_time for d in status.deployments.values() if d.queue_time is not None}
-    yield histogram(f"{PREFIX}request_queue_time_seconds", "From acceptance to a group", label, waits)
+    name, text = f"{PREFIX}request_queue_time_seconds", "From acceptance to a group"
+    yield histogram(name, text, label, coarse(waits, VLLM_REQUEST_S))
     groups = [((d.name, group.name), group) for d in status.deployments.values() for group in d.groups]
     for family_class, name, text, read in _OF_GROUPS:
         yield _group_family(family_class(PREFIX + name, text, labels=_ENGINE_LABELS), groups, read)
+    for name, key, bounds, text in _HISTOGRAMS_OF_GROUPS:
+        phases = {labels: group.histograms[key] for labels, group in groups if key in group.histograms}
+        yield histogram(PREFIX + name, text, _ENGINE_LABELS, coarse(phases, bounds))
 
 
 def _group_family(
@@ -84,6 +100,14 @@ def _group_family(
             family.add_metric(key, value)
     found: Metric = family
     return found
+
+
+_HISTOGRAMS_OF_GROUPS = (
+    ("request_prefill_time_seconds", "prefill", VLLM_REQUEST_S, "From a request's first step to its first token"),
+    ("request_decode_time_seconds", "decode", VLLM_REQUEST_S, "From a request's first token to its last one"),
+    ("request_inference_time_seconds", "inference", VLLM_REQUEST_S, "From a request's first step to its last token"),
+    ("request_time_per_output_token_seconds", "per_token", VLLM_INTER_TOKEN_S, "Mean of a request's output tokens"),
+)
 
 
 def _by_deployment(histograms: Mapping[tuple[str, str], Histogram]) -> dict[tuple[str], Histogram]:

@@ -13,8 +13,8 @@ import uvloop
 
 from mii_zmq.config import EngineConfig, WorkerConfig, add_arguments, from_arguments
 from mii_zmq.errors import ConfigError, StartupError
+from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink
-from mii_zmq.telemetry import setup_logging
 from mii_zmq.worker.group import run_group
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_args(argv)
         parent = ChildLink.from_arguments(options)
+        setup_logging("worker", getattr(options, "log_format", None))
         engine_config = from_arguments(options, EngineConfig)
         worker_config = from_arguments(options, WorkerConfig)
         return uvloop.run(run_group(engine_config, worker_config, parent))

@@ -12,11 +12,28 @@ from dataclasses import dataclass, field
 
 from mii_zmq.errors import Cancelled, DeadlineExceeded, InternalError, MiiError, from_wire
 from mii_zmq.protocol import FinalBody, TokenDelta
+from mii_zmq.trace_context import TraceContext
 from mii_zmq.worker.engine_channel import OutputRow, ids_to_bytes
 from mii_zmq.worker.logprob_records import RecordWriter
 from mii_zmq.worker.output_text import OutputProcessor
 from mii_zmq.worker.text import PreparedSequence
 from mii_zmq.worker.text_tasks import TextAnswer
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request came how far; monotonic, 0: not yet."""
+
+    arrived: float
+    tokenize_start: float = 0.0
+    tokenize_end: float = 0.0
+    added: float = 0.0
+    """To the engine."""
+    engine_start: float = 0.0
+    """By the engine: a step was planned for it."""
+    first_row: float = 0.0
+    """The engine's first output came."""
+    num_preemptions: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -30,13 +47,17 @@ class ActiveRequest:
     """The broker's number of the client connection."""
     stream: bool
     seq_id: int
-    started: float
-    """Monotonic time of arrival."""
+    times: RequestTimes
+    name: str = ""
+    """In logs: its caller's name for it, or its id."""
+    trace: tuple[TraceContext | None, TraceContext] | None = None
+    """The sender's span and ours, if it is traced."""
     is_cancelled: bool = False
     """Nothing more is delivered; the engine's finishing row ends it."""
     next_seq: int = 0
     """Of the next row: a stream that comes from another group continues that one's numbers."""
     prompt_length: int = 0
+    num_resumed_tokens: int = 0
     num_cached_tokens: int = 0
     _processor: OutputProcessor | None = None
     _records: RecordWriter | None = None
@@ -59,6 +80,7 @@ class ActiveRequest:
             return "stop"
         resumed = sequence.sequence.resumed_token_ids
         self.prompt_length = sequence.prompt_length
+        self.num_resumed_tokens = len(resumed)
         self._processor = sequence.output_processor()
         self._records = sequence.record_writer()
         reason = self._processor.replay(resumed)
@@ -71,6 +93,11 @@ class ActiveRequest:
             self._texts.append(text)
             self._held_ids.extend(resumed)
         return reason
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens, resumed ones included."""
+        return 0 if self._processor is None else self._processor.num_tokens
 
     def take(self, row: OutputRow, finish_reason: str | None) -> tuple[TokenDelta | None, str | None]:
         """Consume a row that did not fail; returns what to send now, and the reason if the request has ended.

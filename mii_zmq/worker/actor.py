@@ -18,7 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mii_zmq import transport
-from mii_zmq.errors import Cancelled, DeadlineExceeded, Draining, InternalError, MiiError, RequestTooLarge, WorkerLost
+from mii_zmq.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    MiiError,
+    RequestTooLarge,
+    WorkerLost,
+)
 from mii_zmq.protocol import (
     MAX_BODY_BYTES,
     MAX_RAW_BYTES,
@@ -34,11 +42,13 @@ from mii_zmq.protocol import (
     encode,
     parse_header,
 )
-from mii_zmq.worker.active_request import ActiveRequest
+from mii_zmq.trace_context import request_name
+from mii_zmq.worker.active_request import ActiveRequest, RequestTimes
 from mii_zmq.worker.broker_link import BrokerLink
 from mii_zmq.worker.engine_channel import LOAD_FIELDS, OutputRow, StepReport, load_from_values, load_values
 from mii_zmq.worker.engine_handle import EngineHandle
 from mii_zmq.worker.intake import Intake
+from mii_zmq.worker.request_accounts import LOST, RequestAccounts, about
 from mii_zmq.worker.text import PreparedSequence
 from mii_zmq.worker.text_tasks import TextAnswer
 from mii_zmq.worker.watchdog import Watchdog
@@ -72,6 +82,7 @@ class Actor:
         registration: Ready,
         tokenizer_threads: int,
         watchdog: Watchdog,
+        accounts: RequestAccounts,
     ) -> None:
         self.is_draining = False
         self.drain_requested = asyncio.Event()
@@ -89,6 +100,7 @@ class Actor:
         self._idle.set()
         self._last_report = time.monotonic()
         self._report = StepReport(0, (), load_values(Load()))
+        self._accounts = accounts
         self._watchdog = watchdog
         self._is_engine_stalled = False
         self._watch_timer = self._loop.call_soon(self._watch)
@@ -131,6 +143,7 @@ class Actor:
             state="draining" if self.is_draining else "ready",
             load=load_from_values(self._report.load),
             report_age_ms=int(1000 * (time.monotonic() - self._last_report)),
+            histograms=self._accounts.histograms(),
         )
 
     def _watch(self) -> None:
@@ -169,6 +182,8 @@ class Actor:
         """Deliver one step's rows: at most one TOKENS message per client connection, then what ends requests."""
         self._last_report = time.monotonic()
         self._report = report
+        if report.times is not None:
+            self._accounts.take_step_times(report.times)
         is_busy = not report.awaits_masks and (report.load[RUNNING] > 0 or report.load[WAITING] > 0)
         self._watchdog.on_report(report.step, is_busy, bool(report.rows), self._last_report)
         if self._is_engine_stalled:
@@ -186,10 +201,10 @@ class Actor:
             except MiiError as error:
                 end = request.with_progress(error)
             except Exception as error:
-                log.exception("failed on output of request %s", request.request_id.hex())
+                log.exception("failed on output of request %s", request.name, extra=about(request))
                 end = request.with_progress(InternalError(f"the worker failed on this request's output: {error}"))
             if end is not None:
-                self._forget(request)
+                self._forget(request, end)
                 ended.append((request, end))
                 if row[2] is None:
                     to_cancel.append(request.seq_id)
@@ -197,7 +212,7 @@ class Actor:
         for request, end in ended:
             if request not in lost:
                 self._send_end(request, end)
-        to_cancel += [request.seq_id for request in lost if self._forget(request)]
+        to_cancel += [request.seq_id for request in lost if self._forget(request, LOST)]
         if to_cancel:
             self._engine.cancel(to_cancel)
 
@@ -207,6 +222,8 @@ class Actor:
         """Consume a row; returns the finish reason or the error that ends the request, None while it goes on."""
         if request.is_cancelled:
             return None if row.finish_reason is None else request.failure(row._replace(finish_reason="cancelled"))
+        if row.timing is not None:
+            self._accounts.note_timing(request, row.timing, self._last_report)
         if row.num_cached_tokens:
             request.num_cached_tokens = row.num_cached_tokens
         is_ordinary = row.finish_reason in ORDINARY_ENDS
@@ -249,7 +266,9 @@ class Actor:
             client=header.client,
             stream=header.stream,
             seq_id=next(self._seq_ids),
-            started=time.monotonic(),
+            times=RequestTimes(time.monotonic()),
+            name=request_name(header.x_request_id, message.request_id),
+            trace=self._accounts.enter(header),
             next_seq=header.first_seq,
         )
         self._by_id[key] = request
@@ -257,8 +276,9 @@ class Actor:
         try:
             self._threads.submit(self._prepare, request, message, header)
         except RuntimeError as error:
-            self._forget(request)
-            raise InternalError(f"the worker cannot start on this request: {error}") from None
+            failure = InternalError(f"the worker cannot start on this request: {error}")
+            self._forget(request, failure)
+            raise failure from None
 
     def _prepare(self, request: ActiveRequest, message: Message, header: GenerateHeader) -> None:
         """In a tokenizer thread."""
@@ -266,14 +286,16 @@ class Actor:
             return  # cancelled while it waited for this thread
         reason: str | None = None
         outcome: PreparedSequence | TextAnswer | MiiError
+        request.times.tokenize_start = time.monotonic()
         try:
             outcome = self._intake.prepare(message, header, request.seq_id)
             reason = request.prepared(outcome)
         except MiiError as error:
             outcome = error
         except Exception as error:
-            log.exception("failed to prepare request %s", request.request_id.hex())
+            log.exception("failed to prepare request %s", request.name, extra=about(request))
             outcome = InternalError(f"the worker failed to prepare this request: {type(error).__name__}")
+        request.times.tokenize_end = time.monotonic()
         self._loop.call_soon_threadsafe(self._submit, request, outcome, reason, header.deadline_ms)
 
     def _submit(
@@ -285,6 +307,8 @@ class Actor:
     ) -> None:
         if self._by_id.get((request.link, request.request_id)) is not request:
             return
+        times = request.times
+        self._accounts.note_prepared(request)
         try:
             if isinstance(outcome, MiiError):
                 raise outcome
@@ -292,10 +316,11 @@ class Actor:
                 self._end_resumed(request, reason or "stop")
                 return
             if deadline_ms is not None:
-                left_s = request.started + deadline_ms / 1000 - time.monotonic()
+                left_s = times.arrived + deadline_ms / 1000 - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineExceeded("the request's deadline passed before it reached the engine")
                 outcome.sequence.deadline_s = left_s
+            times.added = time.monotonic()
             self._engine.add(outcome.sequence)
             self._by_seq[request.seq_id] = request
         except (transport.PeerFull, transport.PeerGone):
@@ -328,17 +353,18 @@ class Actor:
             self._engine.cancel(seq_ids)
 
     def _end(self, request: ActiveRequest, end: str | MiiError) -> None:
-        self._forget(request)
+        self._forget(request, end)
         self._send_end(request, end)
 
     def _drop(self, request: ActiveRequest) -> None:
         """End a request without a message."""
-        if self._forget(request):
+        if self._forget(request, LOST):
             self._engine.cancel([request.seq_id])
 
-    def _forget(self, request: ActiveRequest) -> bool:
-        """Remove a request from the tables; True if the engine was working on it."""
-        self._by_id.pop((request.link, request.request_id), None)
+    def _forget(self, request: ActiveRequest, end: str | MiiError) -> bool:
+        """Remove a request, which has come to its end, from the tables; True if the engine was working on it."""
+        if self._by_id.pop((request.link, request.request_id), None) is not None:
+            self._accounts.note_end(request, end, time.monotonic())
         if not self._by_id:
             self._idle.set()
         return self._by_seq.pop(request.seq_id, None) is not None

@@ -21,6 +21,7 @@ from mii_zmq.errors import InternalError, InvalidRequest, MiiError
 from mii_zmq.worker.plan import EngineLimits, EngineStats, Executor, PendingStep, SequenceOutput, SequenceRequest
 from mii_zmq.worker.scheduler import Scheduler
 from mii_zmq.worker.step_faults import FaultKind, classify
+from mii_zmq.worker.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class EngineCore:
         self.scheduler = Scheduler(executor.limits, model=model, prefix_cache=prefix_cache)
         self._clock = clock
         self._trace = trace
+        self.times = StepTimes()
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
         self._last_taken = 0
         """The newest step that the executor took."""
@@ -196,6 +198,7 @@ class EngineCore:
         self.executor.close()
 
     def _submit_next(self, outputs: list[SequenceOutput]) -> bool:
+        started = time.monotonic()
         try:
             plan = self.scheduler.plan(self._clock())
         except Exception as error:
@@ -205,6 +208,7 @@ class EngineCore:
         if plan is None:
             self._lacks_masks = not self._in_flight and self.scheduler.awaits_masks
             return False
+        started = self.times.took(self.times.plan, started)
         self._note("plan", plan.step)
         try:
             pending = self.executor.submit(plan)
@@ -219,22 +223,26 @@ class EngineCore:
             return False
         self._last_taken = plan.step
         self._in_flight.append((plan.step, pending))
+        self.times.took(self.times.submit, started)
         self._note("submit", plan.step)
         return True
 
     def _read_oldest(self, outputs: list[SequenceOutput]) -> None:
         step, pending = self._in_flight.popleft()
+        started = time.monotonic()
         try:
             result = pending.result()
         except Exception as error:  # noqa: BLE001
             self._on_failure(step, f"step {step} failed", error, outputs)
             return
+        started = self.times.took(self.times.wait, started)
         self._note("read", step)
         try:
             outputs += self.scheduler.complete(result)
         except Exception as error:
             logger.exception("the scheduler failed on step %d; every sequence of the engine ends", step)
             outputs += self.scheduler.fail_all(_one_line("the scheduler failed", error), step)
+        self.times.took(self.times.finish, started)
         self._num_failed_steps = 0
 
     def _on_failure(self, step: int, what: str, error: Exception, outputs: list[SequenceOutput]) -> None:

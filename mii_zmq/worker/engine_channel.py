@@ -42,6 +42,8 @@ class OutputRow(NamedTuple):
     """One for each of `token_ids`, where the request asked."""
     prompt_scores: Sequence[WireLogprobs] | None = None
     """With the first tokens of a request that asked: of prompt tokens 1, 2, ..."""
+    timing: tuple[float, int] | None = None
+    """As in plan.SequenceOutput."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class StepReport:
     """The values of protocol.Load, in the order of its fields."""
     awaits_masks: bool = False
     """Its sequences all wait for masks of their grammars, so that there is no step to run."""
+    times: dict[str, Any] | None = None
+    """Now and then: step_times.StepTimes.values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +125,8 @@ def encode(message: ToEngine | FromEngine) -> list[bytes]:
     """The two frames of a message."""
     value: Any
     match message:
-        case StepReport(step, rows, load, awaits_masks):
-            value = (step, rows, load, awaits_masks)
+        case StepReport(step, rows, load, awaits_masks, times):
+            value = (step, rows, load, awaits_masks) if times is None else (step, rows, load, awaits_masks, times)
         case AddSequence(request):
             value = _sequence_to_wire(request)
         case CancelSequences(seq_ids):

@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 from mii_zmq import transport
 from mii_zmq.config import EngineConfig, add_arguments, from_arguments
 from mii_zmq.errors import InternalError, MiiError, StartupError
+from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink
 from mii_zmq.protocol import Load
 from mii_zmq.structured_output import GRAMMAR_KINDS
-from mii_zmq.telemetry import setup_logging
 from mii_zmq.tokenizer import FAKE_PREFIX
 from mii_zmq.worker.core import EngineCore
 from mii_zmq.worker.engine_channel import (
@@ -51,6 +51,8 @@ from mii_zmq.worker.step_trace import StepTrace
 
 IDLE_REPORT_S = 0.5
 """A report at least this often; when idle it is all that the process does."""
+TIMES_REPORT_S = 0.4
+"""Between two reports with histograms; heartbeats, which they are for, come about as often."""
 STEP_TIME_WEIGHT = 0.1
 """Of the newest step in the moving average that the load reports."""
 
@@ -70,6 +72,7 @@ class EngineLoop:
         self._generated_tokens = 0
         self._step_ms = 0.0
         self._last_report = 0.0
+        self._last_times = 0.0
 
     def run(self) -> None:
         self._report()
@@ -129,6 +132,7 @@ class EngineLoop:
                     error,
                     output.logprobs,
                     output.prompt_scores,
+                    output.timing,
                 )
             )
             self._generated_tokens += len(output.token_ids)
@@ -152,7 +156,12 @@ class EngineLoop:
             token_budget=stats.token_budget,
         )
         started = time.monotonic()
-        self._channel.send(encode(StepReport(stats.step, self._rows, load_values(load), self._core.awaits_masks)))
+        times = None
+        if started - self._last_times >= TIMES_REPORT_S:
+            times, self._last_times = self._core.times.values(), started
+        self._channel.send(
+            encode(StepReport(stats.step, self._rows, load_values(load), self._core.awaits_masks, times))
+        )
         if self._trace is not None and self._rows:
             self._trace.sent(stats.step, len(self._rows), started)
         self._rows = []

@@ -22,15 +22,19 @@ from typing import Any, TypeVar
 from mii_zmq import transport
 from mii_zmq.config import EngineConfig, WorkerConfig
 from mii_zmq.errors import MiiError, StartupError
+from mii_zmq.logs import of_group
 from mii_zmq.process import ChildLink
 from mii_zmq.protocol import Ready
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
+from mii_zmq.tracing import start_tracing
 from mii_zmq.worker.actor import Actor
 from mii_zmq.worker.broker_link import BrokerLink
 from mii_zmq.worker.chat_template import template_problem, tool_format_of
 from mii_zmq.worker.engine_channel import EngineReady, FromEngine, ModelResolved, Progress, StepReport
 from mii_zmq.worker.engine_handle import EngineHandle
 from mii_zmq.worker.intake import Intake
+from mii_zmq.worker.request_accounts import RequestAccounts
+from mii_zmq.worker.request_spans import RequestSpans
 from mii_zmq.worker.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -55,6 +59,7 @@ class WorkerGroup:
         self._parent = parent
         self._name = worker_config.group or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(2).hex()}"
         self._incarnation = os.urandom(16)
+        self._tracing = start_tracing(worker_config, "worker", group=self._name, deployment=worker_config.deployment)
         self._actor: Actor | None = None
         self._last_progress = 0.0
         loop = asyncio.get_running_loop()
@@ -74,7 +79,8 @@ class WorkerGroup:
         context: Any = transport.make_context()
         engine: EngineHandle | None = None
         try:
-            engine = EngineHandle(context, self._engine_config, self._on_engine_message)
+            with of_group(self._name):
+                engine = EngineHandle(context, self._engine_config, self._on_engine_message)
             ready, tokenizer = await self._load(engine)
             self._actor = self._make_actor(engine, ready, tokenizer)
             self._actor.links = [
@@ -92,6 +98,8 @@ class WorkerGroup:
             if engine is not None:
                 await self._end_engine(engine)
             transport.close_context(context)
+            if self._tracing is not None:
+                self._tracing.close()
 
     async def _load(self, engine: EngineHandle) -> tuple[EngineReady, TextTokenizer]:
         """Wait for the engine; reads the tokenizer meanwhile."""
@@ -128,7 +136,17 @@ class WorkerGroup:
             },
         )
         watchdog = Watchdog(self._engine_config.step_timeout_s)
-        return Actor(engine, Intake(tokenizer, limits), registration, self._config.tokenizer_threads, watchdog)
+        spans = None
+        if self._tracing is not None:
+            spans = RequestSpans(self._tracing, self._name, self._config.deployment)
+        return Actor(
+            engine,
+            Intake(tokenizer, limits),
+            registration,
+            self._config.tokenizer_threads,
+            watchdog,
+            RequestAccounts(spans),
+        )
 
     async def _join(self, engine: EngineHandle, actor: Actor, ready: EngineReady) -> None:
         """Register with at least one broker, then say that the group serves."""

@@ -133,6 +133,9 @@ class SequenceOutput:
     """With `score_prompt`, on the first output: for prompt tokens 1, 2, ..."""
     logprobs: list[TokenLogprobs] | None = None
     """With `SamplingSpec.num_logprobs`: one for each of `token_ids`."""
+    timing: tuple[float, int] | None = None
+    """On the first output and on the last: when the prompt was begun, by the engine's clock (0: never), and how often
+    the sequence has been set back since, to be computed again."""
 
 
 @dataclass(slots=True)

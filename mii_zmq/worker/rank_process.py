@@ -24,8 +24,8 @@ from typing import Any
 from mii_zmq import transport
 from mii_zmq.config import EngineConfig, add_arguments, from_arguments
 from mii_zmq.errors import MiiError, ProtocolError
+from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink
-from mii_zmq.telemetry import setup_logging
 from mii_zmq.worker.fake_options import is_fake_model, make_fake_executor
 from mii_zmq.worker.parallel import RankInfo
 from mii_zmq.worker.plan import Executor, PendingStep

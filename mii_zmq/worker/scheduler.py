@@ -163,6 +163,7 @@ class Scheduler:
                 self._register_known_blocks(sequence)
                 self._end(sequence)
                 output.finish_reason = reason
+                output.timing = sequence.timing
             elif sequence.state is WAITING:
                 self._unpark(sequence)
             elif len(token_ids) % size <= 1:
@@ -179,6 +180,7 @@ class Scheduler:
         self.recovery.numeric_streak.succeeded()
         output.num_cached_tokens = sequence.num_cached_tokens
         output.prompt_scores = sequence.prompt_scores
+        output.timing = sequence.timing
 
     def _unpark(self, sequence: Sequence) -> None:
         if not sequence.num_in_flight:
@@ -205,6 +207,8 @@ class Scheduler:
         self._prompts.plan(planned, self.recovery.token_budget - num_decodes, now)
         if not planned.rows:
             return None
+        for sequence in planned.new_sequences:
+            sequence.started_at = sequence.started_at or now
         chunks = zip(planned.rows[num_decodes:], planned.sequences[num_decodes:], strict=True)
         planned.sampled += [sequence for row, sequence in chunks if row.sample]
         self._step += 1
@@ -272,6 +276,7 @@ class Scheduler:
         self._leave(sequence)
         sequence.state = WAITING
         sequence.has_run = True
+        sequence.num_setbacks += 1
         if sequence.num_in_flight:
             self._queues.parked.add(sequence)
         else:
@@ -293,7 +298,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: str, error: MiiError | None = None) -> None:
         self._end(sequence)
-        self._pending.append(SequenceOutput(sequence.seq_id, [], reason, error))
+        self._pending.append(SequenceOutput(sequence.seq_id, [], reason, error, timing=sequence.timing))
 
     def _register_known_blocks(self, sequence: Sequence) -> None:
         self._residency.register_known_blocks(sequence, self._in_flight[-1] if self._in_flight else None)

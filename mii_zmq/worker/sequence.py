@@ -92,6 +92,10 @@ class Sequence:
     """Since its last admission it has used blocks that another sequence computed."""
     is_apart: bool = False
     """It must compute everything by itself, since what it borrowed may have been wrong."""
+    started_at: float = 0.0
+    """When a step was first planned for it."""
+    num_setbacks: int = 0
+    """How often it was preempted or restarted."""
     has_run: bool = False
     """It was preempted or restarted: nobody may be admitted before it."""
     has_grammar: bool = False
@@ -132,6 +136,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Of a prompt (or a preempted sequence): known tokens that no step has been planned for."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def timing(self) -> tuple[float, int]:
+        """See SequenceOutput."""
+        return self.started_at, self.num_setbacks
 
     def finish_reason(self) -> str | None:
         """Why the known tokens end the sequence: 'stop', 'length' or None."""

@@ -10,7 +10,9 @@ from typing import Any
 
 from mii_zmq.client import Completion
 from mii_zmq.errors import BrokerUnavailable, Cancelled, MiiError, UnknownDeployment
+from mii_zmq.generation import SentAgain
 from mii_zmq.protocol import FinalBody, GenerateBody, TokenDelta, new_request_id
+from mii_zmq.trace_context import TraceContext
 
 
 class FakeGeneration:
@@ -39,6 +41,13 @@ class FakeGeneration:
         self._deltas: list[TokenDelta] = []
         self._error: MiiError | None = None
         self._changed = asyncio.Event()
+        self.sent_again: list[SentAgain] = []
+        self.name = ""
+        self.trace: TraceContext | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.texts)
 
     def push(self, *texts: str, logprobs: bytes = b"") -> None:
         """One token per text; `logprobs` come with each."""
@@ -150,11 +159,14 @@ class FakeClient:
         tenant: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
+        name: str = "",
+        trace: TraceContext | None = None,
     ) -> FakeGeneration:
         assert body.params.get("n", 1) == 1
         if not self.is_connected:
             raise BrokerUnavailable("no broker answers; is it running?", retry_after_ms=1000)
         generation = FakeGeneration(deployment, body, stream, tenant, priority, deadline_s)
+        generation.name, generation.trace = name, trace
         self.sent.append(generation)
         self._new.put_nowait(generation)
         if deployment in self.deployments:

@@ -15,6 +15,8 @@ from mii_zmq.worker.actor import Actor
 from mii_zmq.worker.engine_channel import OutputRow, StepReport, ids_to_bytes, load_values
 from mii_zmq.worker.intake import Intake
 from mii_zmq.worker.plan import EngineLimits, SequenceRequest
+from mii_zmq.worker.request_accounts import RequestAccounts
+from mii_zmq.worker.request_spans import RequestSpans
 from mii_zmq.worker.watchdog import Watchdog
 
 LIMITS = EngineLimits(
@@ -77,13 +79,13 @@ class RecordingLink:
 
 
 class Harness:
-    def __init__(self, num_links: int = 1) -> None:
+    def __init__(self, num_links: int = 1, spans: RequestSpans | None = None) -> None:
         self.engine = ScriptedEngine()
         self.links = [RecordingLink(index) for index in range(num_links)]
         ready = Ready(group="g", incarnation=bytes(16), deployment="d", max_requests=8, max_model_len=256)
         intake = Intake(load_tokenizer("fake:"), LIMITS)
         self.watchdog = Watchdog(30.0)
-        self.actor = Actor(self.engine, intake, ready, 2, self.watchdog)  # type: ignore[arg-type]
+        self.actor = Actor(self.engine, intake, ready, 2, self.watchdog, RequestAccounts(spans))  # type: ignore[arg-type]
         self.actor.links = self.links  # type: ignore[assignment]
 
     @property
@@ -129,5 +131,12 @@ class Harness:
 def row(seq_id: int, text: str | bytes | Sequence[int] = "", finish: str | None = None, **more: Any) -> OutputRow:
     ids = text if not isinstance(text, str | bytes) else list(text.encode() if isinstance(text, str) else text)
     return OutputRow(
-        seq_id, ids, finish, more.get("cached", 0), more.get("error"), more.get("logprobs"), more.get("prompt_scores")
+        seq_id,
+        ids,
+        finish,
+        more.get("cached", 0),
+        more.get("error"),
+        more.get("logprobs"),
+        more.get("prompt_scores"),
+        more.get("timing"),
     )

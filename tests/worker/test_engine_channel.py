@@ -66,7 +66,7 @@ def test_step_reports_keep_rows_and_load() -> None:
     rows = [
         OutputRow(1, [5, 6], None, 4, None),
         OutputRow(2, [], "error", 0, error),
-        OutputRow(3, [6], None, 0, None, [found], [found, found]),
+        OutputRow(3, [6], None, 0, None, [found], [found, found], (12.5, 1)),
     ]
     report = decode_from_engine(encode(StepReport(3, rows, load_values(load), awaits_masks=True)))
     assert isinstance(report, StepReport)
@@ -74,9 +74,9 @@ def test_step_reports_keep_rows_and_load() -> None:
     assert load_from_values(report.load) == load
     plain = (-0.5, 2, (8, 6), (-0.25, -0.5))
     assert [OutputRow(*row) for row in report.rows] == [
-        (1, (5, 6), None, 4, None, None, None),
-        (2, (), "error", 0, error, None, None),
-        (3, (6,), None, 0, None, (plain,), (plain, plain)),
+        (1, (5, 6), None, 4, None, None, None, None),
+        (2, (), "error", 0, error, None, None, None),
+        (3, (6,), None, 0, None, (plain,), (plain, plain), (12.5, 1)),
     ]
 
 

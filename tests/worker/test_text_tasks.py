@@ -10,7 +10,7 @@ import pytest
 from mii_zmq.errors import InvalidRequest, PromptTooLong
 from mii_zmq.protocol import GenerateHeader, Verb, decode, encode
 from mii_zmq.tokenizer import FakeTokenizer
-from mii_zmq.worker.active_request import ActiveRequest
+from mii_zmq.worker.active_request import ActiveRequest, RequestTimes
 from mii_zmq.worker.engine_channel import ids_to_bytes
 from mii_zmq.worker.intake import Intake
 from mii_zmq.worker.plan import EngineLimits
@@ -71,7 +71,7 @@ def test_too_long_is_refused_before_the_work(body: dict[str, Any], param: str) -
 
 
 def test_final_message() -> None:
-    request = ActiveRequest(bytes(16), link=0, client=0, stream=False, seq_id=1, started=0.0)
+    request = ActiveRequest(bytes(16), link=0, client=0, stream=False, seq_id=1, times=RequestTimes(0.0))
     assert request.prepared(TextAnswer([1, 2], "ab")) == "stop"
     body, raw = request.final("stop")
     assert (body.prompt_length, body.generated_length, body.text, raw) == (2, 0, "ab", (ids_to_bytes([1, 2]),))

@@ -91,24 +91,27 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         return await handler(request)
     except MiiError as error:
-        request[RECORD].error_code = error.code
         if isinstance(error, InternalError):
             log.error("request %s: %s", request[REQUEST_ID], error)
-        return error_response(request, error)
+        return _answer(request, error)
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         answer = MethodNotAllowed(f"{request.method} is not allowed here; allowed: {allowed}")
-        return error_response(request, answer, {"Allow": allowed})
+        return _answer(request, answer, {"Allow": allowed})
     except web.HTTPNotFound:
-        return error_response(request, NotFound("there is nothing at this path; see / for what there is"))
+        return _answer(request, NotFound("there is nothing at this path; see / for what there is"))
     except web.HTTPException:
         raise
     except ConnectionError:
         raise
     except Exception:
-        request[RECORD].error_code = InternalError.code
         log.exception("request %s failed", request[REQUEST_ID])
-        return error_response(request, InternalError("internal error; the gateway's log has the details"))
+        return _answer(request, InternalError("internal error; the gateway's log has the details"))
+
+
+def _answer(request: web.Request, error: MiiError, headers: dict[str, str] | None = None) -> web.Response:
+    request[RECORD].error_code = error.code
+    return error_response(request, error, headers)
 
 
 @web.middleware

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from mii_zmq.gateway.access_log import is_probe, shown_path
 from mii_zmq.gateway.request_record import RequestRecord
+from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.trace_context import parse
 from mii_zmq.tracing import Span, Tracing, known
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 PROVIDER = "mii_zmq"
 _CHAT = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TEXT = ("/v1/completions", "/mii/")
+_DEFAULTS = SamplingParams()
 MAX_AGENT_CHARS = 200
 
 
@@ -80,7 +82,7 @@ def _generation(record: RequestRecord, route: str) -> dict[str, Value]:
         gen_ai__response__model=record.model if reasons else None,
         gen_ai__request__max_tokens=params.get("max_new_tokens"),
         gen_ai__request__temperature=_number(params.get("temperature")) if is_sampled else 0.0,
-        gen_ai__request__top_p=_number(params.get("top_p")),
+        gen_ai__request__top_p=params.get("top_p", _DEFAULTS.top_p) if params and is_sampled else None,
         gen_ai__request__top_k=params.get("top_k"),
         gen_ai__request__frequency_penalty=_number(params.get("frequency_penalty")),
         gen_ai__request__presence_penalty=_number(params.get("presence_penalty")),

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from mii_zmq.broker.records import Action, Address, ToClient
+from mii_zmq.broker.records import Action, Address, Note, ToClient
+from mii_zmq.broker.request_spans import RequestSpans
 from mii_zmq.broker.state import BrokerState
 from mii_zmq.config import BrokerConfig
 from mii_zmq.protocol import (
@@ -25,6 +26,7 @@ from mii_zmq.protocol import (
     encode,
     iterate_tokens,
 )
+from mii_zmq.tracing import Tracing
 
 
 def address(name: str) -> Address:
@@ -50,9 +52,11 @@ def row(
 class Bench:
     """Names stand for addresses; what a peer received is in `received[name]`."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, tracing: Tracing | None = None, **settings: Any) -> None:
         self.now = 1000.0
         self.state = BrokerState(BrokerConfig(**settings), bytes(range(16)), self.now)
+        self.spans = None if tracing is None else RequestSpans(tracing)
+        self.state.requests.traces = tracing is not None
         self.received: dict[Address, list[Message]] = defaultdict(list)
         self.raw_frames: dict[Address, list[list[bytes]]] = defaultdict(list)
         self.dead: set[Address] = set()
@@ -64,6 +68,8 @@ class Bench:
     ) -> None:
         where = address(name) if isinstance(name, str) else name
         message = decode(encode(verb, NO_ID if number is None else request_id(number), header, **more))
+        if self.spans is not None and verb is Verb.GENERATE:
+            self.spans.enter(message, self.now)
         self.perform(self.state.client_message(where, message, self.now))
 
     def hello(self, name: str, batch: bool = True) -> None:
@@ -115,6 +121,10 @@ class Bench:
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
+            if isinstance(action, Note):
+                assert self.spans is not None
+                self.spans.on_note(action, self.now)
+                continue
             if action.address in self.dead:
                 gone = self.state.client_gone if isinstance(action, ToClient) else self.state.worker_gone
                 self.perform(gone(action.address, self.now))

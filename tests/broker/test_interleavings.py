@@ -3,8 +3,9 @@
 
 The workers are small models that run what they are told to and answer late; their messages wait in a queue per
 connection and may arrive after the broker has given them up. Whatever happens: every request of a client that is still
-there ends with exactly one terminal message, streams have every token once and in order, over all groups that worked on
-them, nothing is sent to a peer that is known to be gone, `max_requests` is kept, and in the end the books are empty.
+there ends with exactly one terminal message and one span, streams have every token once and in order, over all groups
+that worked on them, nothing is sent to a peer that is known to be gone, `max_requests` is kept, and in the end the
+books are empty.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mii_zmq.broker.records import Action, Address, ToClient, ToWorker
+from mii_zmq.broker.records import Action, Address, Note, ToClient, ToWorker
 from mii_zmq.protocol import (
     FinalHeader,
     Load,
@@ -30,6 +31,9 @@ from mii_zmq.protocol import (
     encode,
     iterate_tokens,
 )
+from mii_zmq.spans import Span
+from mii_zmq.trace_context import TraceContext
+from mii_zmq.tracing import Tracing
 from tests.broker.bench import Bench, packed, request_id
 
 DEPLOYMENTS = ("m", "n")
@@ -103,11 +107,31 @@ class ModelWorker:
             self.outbox.append(encode(Verb.FINAL, ended, FinalHeader(finish_reason="stop")))
 
 
+class Recorder:
+    """An exporter that keeps the spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def decides(self, parent: TraceContext | None, trace_id: str, name: str) -> bool:
+        return True
+
+    def export(self, span: Span, end: float, offset_ns: int) -> None:
+        assert end >= span.start
+        self.spans.append(span)
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
 class ModelBench(Bench):
     """Keeps what the properties need: terminals and rows per connection and request, GENERATEs to workers."""
 
     def __init__(self) -> None:
-        super().__init__(max_queued_requests=4, max_attempts=2, max_client_requests=6)
+        self.recorded = Recorder()
+        super().__init__(Tracing(self.recorded), max_queued_requests=4, max_attempts=2, max_client_requests=6)
+        self.attempts: list[str] = []
+        """Spans that workers were told to be parts of."""
         self.workers: dict[Address, ModelWorker] = {}
         self.terminals: Counter[tuple[Address, bytes]] = Counter()
         self.next_seq: Counter[tuple[Address, bytes]] = Counter()
@@ -118,6 +142,12 @@ class ModelBench(Bench):
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
+            if isinstance(action, Note):
+                assert self.spans is not None
+                self.spans.on_note(action, self.now)
+                continue
+            if isinstance(action, ToWorker) and (message := decode(action.frames)).verb is Verb.GENERATE:
+                self.attempts.append(message.header["traceparent"])
             if action.address in self.dead:
                 gone = self.state.client_gone if isinstance(action, ToClient) else self.state.worker_gone
                 self.known_dead.add(action.address)
@@ -308,10 +338,24 @@ class Interleavings(RuleBasedStateMachine):
         self.books_balance()
         assert state.num_unfinished == 0
         assert state.requests.held_bytes == 0
+        self.spans_are_complete()
         alive = set(self.clients.values()) - self.bench.given_up
         for where, number in self.asked:
             if where in alive:
                 assert self.bench.terminals[where, request_id(number)] == 1, (where, number)
+
+    def spans_are_complete(self) -> None:
+        spans = self.bench.recorded.spans
+        assert self.bench.spans is not None
+        assert len(self.bench.spans) == 0
+        requests = Counter(span.attributes["mii.wire_id"] for span in spans if span.parent is None)
+        assert requests == Counter(request_id(number).hex() for _, number in self.asked)
+        attempts = [span.context.traceparent for span in spans if span.name == "mii.broker.attempt"]
+        assert sorted(attempts) == sorted(self.bench.attempts)
+        whole = {span.context: span for span in spans}
+        assert len(whole) == len(spans)
+        for span in spans:
+            assert span.parent is None or whole[span.parent].name == "mii.broker.request"
 
 
 TestInterleavings = pytest.mark.slow(Interleavings.TestCase)

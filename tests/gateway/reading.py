@@ -37,7 +37,9 @@ async def read_named_events(response: aiohttp.ClientResponse) -> list[dict[str, 
     return events
 
 
-async def post(http: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, Any]:
+async def post(
+    http: aiohttp.ClientSession, path: str, body: Any, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
     """Status and decoded body."""
-    async with http.post(path, json=body) as response:
+    async with http.post(path, json=body, headers=headers) as response:
         return response.status, await response.json()

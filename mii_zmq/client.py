@@ -22,6 +22,7 @@ from mii_zmq.generation import Completion, Generation
 from mii_zmq.protocol import GenerateBody, GenerateHeader
 from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.trace_context import TraceContext
+from mii_zmq.tracing import current_context
 
 __all__ = ["AsyncClient", "BackgroundLoop", "Completion", "Generation", "fan_out"]
 
@@ -96,7 +97,8 @@ class AsyncClient:
     ) -> Generation:
         """Send one request (`n` in its params must be 1) and return at once.
 
-        `name` is the caller's own for logs (x-request-id), `trace` the span that this is part of.
+        `name` is the caller's own for logs (x-request-id), `trace` the span that this is part of (None: the one that
+        the calling program is in, if it uses OpenTelemetry).
 
         While a broker that was there is away (it is restarted in under a second), requests wait for it.
 
@@ -118,6 +120,7 @@ class AsyncClient:
             num_tokens=_estimate_tokens(body),
             x_request_id=name,
         )
+        trace = trace or current_context()
         if trace is not None:
             header.traceparent, header.tracestate = trace.traceparent, trace.state
         generation = Generation(link, header, protocol.encode_body(body))

@@ -15,13 +15,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio, Sampler
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
@@ -38,6 +38,9 @@ DELAY_MS = 1000
 BATCH_SPANS = 128
 """Small: encoding a batch holds the interpreter, and with it the event loop, for some milliseconds."""
 TIMEOUT_S = 5.0
+STUCK_S = 0.5
+STUCK_CLOSE_S = 0.1
+"""A collector that has kept a batch waiting for longer than STUCK_S does not get its time at the end as well."""
 COMPLAINT_S = 60.0
 _KINDS = {"server": SpanKind.SERVER, "internal": SpanKind.INTERNAL}
 _SCOPE = InstrumentationScope("mii_zmq", __version__)
@@ -46,7 +49,11 @@ _SCOPE = InstrumentationScope("mii_zmq", __version__)
 class OtlpExporter:
     """`tracing.Exporter` on a processor and a sampler of the SDK's."""
 
-    def __init__(self, processor: SpanProcessor, sampler: Sampler, resource: Resource) -> None:
+    def __init__(
+        self, processor: SpanProcessor, sampler: Sampler, resource: Resource, way: _WatchedExporter | None = None
+    ) -> None:
+        """`way` is what the processor sends by, for the end to know whether it works."""
+        self._way = way
         self._processor = processor
         self._sampler = sampler
         self._resource = resource
@@ -57,18 +64,20 @@ class OtlpExporter:
         for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
             logging.getLogger(name).addFilter(_OncePerInterval())
         variables = os.environ
+        has_timeout = any(f"OTEL_EXPORTER_OTLP_{name}" in variables for name in ("TIMEOUT", "TRACES_TIMEOUT"))
         exporter = OTLPSpanExporter(
             endpoint=None if config.otlp_endpoint is None else traces_url(config.otlp_endpoint),
-            timeout=None if _has_any("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT") else TIMEOUT_S,
+            timeout=None if has_timeout else TIMEOUT_S,
         )
+        way = _WatchedExporter(exporter)
         processor = BatchSpanProcessor(
-            exporter,
+            way,
             schedule_delay_millis=None if "OTEL_BSP_SCHEDULE_DELAY" in variables else DELAY_MS,
             max_export_batch_size=None if "OTEL_BSP_MAX_EXPORT_BATCH_SIZE" in variables else BATCH_SPANS,
         )
         ratio = config.trace_ratio
         sampler = sampler_by_environment() if ratio is None else ParentBasedTraceIdRatio(ratio)
-        return cls(processor, sampler, make_resource(role, identity))
+        return cls(processor, sampler, make_resource(role, identity), way)
 
     def decides(self, parent: TraceContext | None, trace_id: str, name: str) -> bool:
         context = Context()
@@ -98,6 +107,8 @@ class OtlpExporter:
         )
 
     def close(self, timeout_s: float) -> None:
+        if self._way is not None and self._way.is_stuck:
+            timeout_s = min(timeout_s, STUCK_CLOSE_S)
         # The SDK's own way to the end may take as long as the collector likes; it is left alone when time is up, which
         # daemon threads allow.
         thread = threading.Thread(target=self._shut_down, name="tracing-end", daemon=True)
@@ -137,10 +148,6 @@ def sampler_by_environment() -> Sampler:
     return TracerProvider(shutdown_on_exit=False).sampler
 
 
-def _has_any(*names: str) -> bool:
-    return any(name in os.environ for name in names)
-
-
 def _span_context(context: TraceContext, is_remote: bool = False) -> SpanContext:
     return SpanContext(
         int(context.trace_id, 16),
@@ -149,6 +156,29 @@ def _span_context(context: TraceContext, is_remote: bool = False) -> SpanContext
         TraceFlags(TraceFlags.SAMPLED if context.is_sampled else TraceFlags.DEFAULT),
         TraceState.from_header([context.state]) if context.state else None,
     )
+
+
+class _WatchedExporter(SpanExporter):
+    """Knows how long the sending under way has taken."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._since: float | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        since = self._since
+        return since is not None and time.monotonic() - since > STUCK_S
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._since = time.monotonic()
+        try:
+            return self._exporter.export(spans)
+        finally:
+            self._since = None
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
 
 
 class _OncePerInterval(logging.Filter):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from mii_zmq.errors import ConfigError
 from mii_zmq.spans import Event, Span, Value
 from mii_zmq.trace_context import TraceContext, new_span_id, new_trace_id
 
-__all__ = ["Event", "Exporter", "Span", "Tracing", "known", "start_tracing"]
+__all__ = ["Event", "Exporter", "Span", "Tracing", "current_context", "known", "start_tracing"]
 
 CLOSE_S = 2.0
 """How long the end of a process may wait for spans to leave."""
@@ -61,13 +62,22 @@ class Tracing:
     def record(self, span: Span, end: float) -> None:
         """The span has ended. Returns at once; what the collector does not take in time is dropped."""
         if end >= self._offset_until:
-            self._offset_ns = time.time_ns() - time.monotonic_ns()
+            self._offset_ns = _clock_offset_ns()
             self._offset_until = end + CLOCK_S
         self._exporter.export(span, max(end, span.start), self._offset_ns)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Send what is left, for as long as that; blocks meanwhile, so it comes last."""
         self._exporter.close(timeout_s)
+
+
+def _clock_offset_ns() -> int:
+    """Wall-clock time less monotonic time; of several tries the one that was interrupted least."""
+    tries = []
+    for _ in range(5):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        tries.append((after - before, wall - (before + after) // 2))
+    return min(tries)[1]
 
 
 def start_tracing(config: TelemetryConfig, role: str, **identity: str) -> Tracing | None:
@@ -93,6 +103,20 @@ def start_tracing(config: TelemetryConfig, role: str, **identity: str) -> Tracin
         )
         return None
     return Tracing(OtlpExporter.to_collector(config, role, identity))
+
+
+def current_context() -> TraceContext | None:
+    """The span that a program which uses OpenTelemetry is in; nothing is imported for a program that does not."""
+    trace = sys.modules.get("opentelemetry.trace")
+    found = None if trace is None else trace.get_current_span().get_span_context()
+    if found is None or not found.is_valid:
+        return None
+    return TraceContext(
+        f"{found.trace_id:032x}",
+        f"{found.span_id:016x}",
+        bool(found.trace_flags.sampled),
+        found.trace_state.to_header(),
+    )
 
 
 def known(**values: Any) -> dict[str, Value]:

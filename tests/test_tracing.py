@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -11,13 +12,15 @@ import threading
 import time
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
+from mii_zmq.client import BackgroundLoop
 from mii_zmq.config import BrokerConfig, TelemetryConfig
 from mii_zmq.errors import ConfigError
-from mii_zmq.otlp import make_resource, traces_url
+from mii_zmq.otlp import OtlpExporter, make_resource, traces_url
 from mii_zmq.spans import Span
 from mii_zmq.trace_context import TraceContext, new_span_id, new_trace_id
-from mii_zmq.tracing import known, start_tracing
+from mii_zmq.tracing import current_context, known, start_tracing
 from tests.span_reader import Collector, Memory
 
 HIDDEN = "import sys; sys.modules['opentelemetry'] = None\n"
@@ -28,19 +31,13 @@ def context(is_sampled: bool) -> TraceContext:
     return TraceContext(new_trace_id(), new_span_id(), is_sampled, "vendor=1")
 
 
-def run(code: str, **environment: str) -> str:
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=True
-    )
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     for name in os.environ:
         if name.startswith("OTEL_"):
             monkeypatch.delenv(name)
@@ -49,19 +46,19 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_processes_start_without_the_extra_and_import_nothing_of_it() -> None:
     modules = "mii_zmq.broker.__main__, mii_zmq.gateway.__main__, mii_zmq.worker.group, mii_zmq.worker.engine_process"
-    assert run(f"{HIDDEN}import {modules}, mii_zmq.tracing\nprint('fine')") == "fine\n"
-    start = "from mii_zmq.tracing import *; from mii_zmq.config import *\n"
-    off = f"import sys, {modules}\n{start}assert start_tracing(TelemetryConfig(), 'broker') is None\n"
+    start = f"import os, sys, {modules}\nfrom mii_zmq.tracing import *; from mii_zmq.config import *\n"
+    off = f"{start}assert start_tracing(TelemetryConfig(), 'broker') is None\n"
     found = run(f"{off}print([name for name in sys.modules if name.startswith(('opentelemetry', 'google'))])")
     assert found == "[]\n"
-    refused = (
-        f"{HIDDEN}{start}try:\n start_tracing(TelemetryConfig(otlp_endpoint='http://a:1'), 'x')\n"
-        "except ConfigError as e:\n print(e)"
+    asked = (
+        "try:\n start_tracing(TelemetryConfig(otlp_endpoint='http://a:1'), 'x')\n"
+        "except ConfigError as e:\n print(e)\n"
+        "os.environ['OTEL_EXPORTER_OTLP_ENDPOINT'] = 'http://a:1'\n"
+        "print(start_tracing(TelemetryConfig(), 'x'))"
     )
-    assert run(refused).startswith("otlp_endpoint needs OpenTelemetry, of which opentelemetry")
-    warned = run(f"{HIDDEN}{start}print(start_tracing(TelemetryConfig(), 'x'))", OTEL_EXPORTER_OTLP_ENDPOINT="http://a")
-    assert "None\n" in warned
-    assert "pip install 'mii_zmq[tracing]'" in warned
+    refused, result, warning = run(f"{HIDDEN}{off}{asked}").splitlines()
+    assert refused.startswith("otlp_endpoint needs OpenTelemetry, of which opentelemetry")
+    assert (result, "pip install 'mii_zmq[tracing]'" in warning) == ("None", True)
 
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
@@ -135,6 +132,23 @@ def test_spans_reach_a_collector_at_the_end() -> None:
     assert abs(seen.end - time.time_ns()) < 60e9
 
 
+def test_span_of_the_calling_program_is_found_from_a_synchronous_client() -> None:
+    async def look() -> TraceContext | None:
+        return current_context()
+
+    loop = BackgroundLoop()
+    try:
+        assert loop.run(look()) is None
+        tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+        with tracer.start_as_current_span("outer") as span:
+            found = loop.run(look())
+        assert loop.run(look()) is None
+    finally:
+        loop.close()
+    own = span.get_span_context()
+    assert found == TraceContext(f"{own.trace_id:032x}", f"{own.span_id:016x}", True)
+
+
 @pytest.mark.slow
 def test_a_collector_that_never_answers_delays_nobody(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -146,5 +160,13 @@ def test_a_collector_that_never_answers_delays_nobody(caplog: pytest.LogCaptureF
             for _ in range(10_000):
                 tracing.record(Span("work", context(True), now), now)
         assert len([r for r in caplog.records if r.name.startswith("opentelemetry")]) <= 3
-        tracing.close(0.1)
+        deadline = time.monotonic() + 30
+        exporter = tracing._exporter
+        assert isinstance(exporter, OtlpExporter)
+        while not (exporter._way is not None and exporter._way.is_stuck):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        started = time.monotonic()
+        tracing.close(60.0)
+        assert time.monotonic() - started < 30
         assert not [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]

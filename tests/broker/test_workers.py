@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from mii_zmq.protocol import Verb, encode
+from mii_zmq.broker.workers import MAX_HISTOGRAMS
+from mii_zmq.protocol import HistogramValues, Load, Verb, WorkerHeartbeat, encode
 from tests.broker.bench import Bench, request_id, row
 from tests.broker.test_state import bench_with, numbers_at
 
@@ -16,6 +17,20 @@ class TestRegistration:
         assert bench.last("w").header == {"epoch": bench.state.epoch, "heartbeat_ms": 500, "liveness": 6}
         bench.heartbeat("w")
         assert bench.verbs("w") == ["REGISTERED", "HEARTBEAT"]
+
+    def test_status_shows_the_histograms_of_the_last_heartbeat(self) -> None:
+        bench = bench_with("w")
+
+        def beat(*names: str) -> None:
+            found = {name: HistogramValues([0.1], [2, 1], 0.5) for name in names}
+            header = WorkerHeartbeat(incarnation=request_id(1), state="ready", load=Load(), histograms=found)
+            bench.worker("w", encode(Verb.HEARTBEAT, header=header))
+
+        beat("prefill")
+        (group,) = bench.state.status(bench.now)["deployments"]["m"]["groups"]
+        assert group["histograms"] == {"prefill": {"bounds": [0.1], "counts": [2, 1], "total": 0.5}}
+        beat(*map(str, range(MAX_HISTOGRAMS + 1)))
+        assert "at most 64 histograms, not 65" in bench.last("w", Verb.DISCONNECT).header["reason"]
 
     def test_unregistered_worker_is_told_at_a_bounded_rate(self) -> None:
         bench = Bench()

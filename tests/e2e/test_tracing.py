@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.span_reader import Collector, SeenSpan, trees
-from tests.stack import PATIENCE_S, Stack, stream_events
+from tests.stack import PATIENCE_S, Stack, http, stream_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -57,6 +57,14 @@ def root_of(spans: list[SeenSpan]) -> SeenSpan:
     return root
 
 
+def has_positive(page: str, beginning: str) -> bool:
+    return any(float(line[len(beginning) :]) > 0 for line in page.splitlines() if line.startswith(beginning))
+
+
+def is_lost_attempt(span: SeenSpan) -> bool:
+    return span.name == "mii.broker.attempt" and span.is_error
+
+
 def has_gateway_and_rest(spans: list[SeenSpan]) -> bool:
     names = [span.name for span in spans]
     return all(name in names for name in ("POST /v1/completions", "mii.broker.request", "mii.worker.request"))
@@ -67,6 +75,12 @@ def test_one_request_is_one_trace(collector: Collector) -> None:
     try:
         ask(stack.url, {"model": "m", "prompt": "hello", "max_tokens": 20, "temperature": 0.5, "ignore_eos": True})
         root = root_of(collector.wait_for(has_gateway_and_rest))
+        # The same times as histograms, by way of a heartbeat.
+        counts = (
+            'mii_engine_step_stage_seconds_count{deployment="m",stage="wait",worker="one"} ',
+            'mii_request_phase_seconds_count{deployment="m",phase="decode",worker="one"} ',
+        )
+        stack.wait_for(lambda: all(has_positive(http(stack.url + "/metrics")[1].decode(), count) for count in counts))
     finally:
         stack.close()
     parts = ["mii.worker.tokenize", "mii.engine.queue", "mii.engine.prefill", "mii.engine.decode"]
@@ -99,6 +113,7 @@ def test_one_request_is_one_trace(collector: Collector) -> None:
     assert root.one("mii.engine.decode").end - root.one("mii.engine.decode").start >= 19 * 4_000_000
 
 
+@pytest.mark.long
 def test_death_of_group_and_broker_stands_in_the_trace(collector: Collector) -> None:
     stack = start_stack(collector.url, ("one", "two"))
     try:
@@ -108,6 +123,8 @@ def test_death_of_group_and_broker_stands_in_the_trace(collector: Collector) -> 
             next(events)
         (name,) = [name for name, group in stack.groups_status().items() if group["num_requests"]]
         stack.groups[name].process.kill()
+        # What the first broker knows goes with it, but for the attempt that it has seen the end of.
+        collector.wait_for(lambda spans: any(is_lost_attempt(span) for span in spans))
         for _ in range(100):
             next(events)
         stack.broker.process.kill()
@@ -123,8 +140,7 @@ def test_death_of_group_and_broker_stands_in_the_trace(collector: Collector) -> 
     assert root.attributes["gen_ai.usage.output_tokens"] == 500
     assert [name for name, _ in root.events] == ["first token", "sent again"]
     assert root.events[1][1]["mii.received_tokens"] >= 100
-    # What the first broker knew went with it, but for the attempt that it had seen the end of.
-    (lost,) = [span for span in spans if span.name == "mii.broker.attempt" and span.is_error]
+    (lost,) = [span for span in spans if is_lost_attempt(span)]
     assert lost.attributes == {"mii.group": name, "mii.attempt": 1}
     assert lost.trace_id == root.trace_id
     again = root.one("mii.broker.request")
@@ -133,6 +149,7 @@ def test_death_of_group_and_broker_stands_in_the_trace(collector: Collector) -> 
     assert [event for event, _ in again.events] == ["resume"]
 
 
+@pytest.mark.long
 def test_a_dead_collector_costs_nothing_but_spans() -> None:
     stack = start_stack("http://127.0.0.1:9")
     try:

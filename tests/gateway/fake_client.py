@@ -12,6 +12,7 @@ from mii_zmq.client import Completion
 from mii_zmq.errors import BrokerUnavailable, Cancelled, MiiError, UnknownDeployment
 from mii_zmq.generation import SentAgain
 from mii_zmq.protocol import FinalBody, GenerateBody, TokenDelta, new_request_id
+from mii_zmq.telemetry import LONG_S
 from mii_zmq.trace_context import TraceContext
 
 
@@ -183,11 +184,14 @@ class FakeClient:
         if not self.is_connected:
             raise BrokerUnavailable("no broker answers")
         load = {"running": 3, "waiting": 1, "used_blocks": 16, "total_blocks": 64, "generated_tokens": 50}
+        load |= {"prompt_tokens": 100, "cached_tokens": 30}
+        phase = {"bounds": list(LONG_S), "counts": [1] * (len(LONG_S) + 1), "total": 7.5}
         group = {
             "state": "ready",
             "max_model_len": 2048,
             "heartbeat_age_ms": 100,
             "load": load,
+            "histograms": dict.fromkeys(("step_plan", "step_wait", "tokenize", "prefill", "per_token"), phase),
             "info": {
                 "pid": 1,
                 "tool_format": self.tool_format,

@@ -7,6 +7,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from mii_zmq.gateway.metrics import Metrics, StreamClock
+from mii_zmq.telemetry import LONG_S, VLLM_FIRST_TOKEN_S, VLLM_REQUEST_S
 from tests.gateway.fake_client import FakeClient
 from tests.gateway.reading import post
 
@@ -35,6 +36,44 @@ async def test_page_has_vllm_names(http: aiohttp.ClientSession, broker: FakeClie
     assert values["vllm:num_requests_waiting", model] == 3
     assert values["vllm:kv_cache_usage_perc", *group] == 0.25
     assert values["vllm:generation_tokens_total", *group] == 50
+    assert values["vllm:request_generation_tokens_count", model] == 4
+    assert values["vllm:request_prompt_tokens_sum", model] == 11
+    assert values["vllm:request_prefill_time_seconds_sum", *group] == 7.5
+    assert values["vllm:request_time_per_output_token_seconds_count", *group] == 16
+    assert values["vllm:prefix_cache_hits_total", *group] == 30
+    assert values["vllm:prefix_cache_queries_total", *group] == 130
+
+
+async def test_buckets_are_vllm_s(http: aiohttp.ClientSession, broker: FakeClient) -> None:
+    async with http.post("/mii/fake", json={"prompts": "a b c d", "stream": True}) as response:
+        await response.read()
+    async with http.get("/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+    bounds: dict[str, list[str]] = {}
+    for family in families:
+        for sample in family.samples:
+            is_fake = sample.labels.get("model_name", "fake") == "fake"
+            if is_fake and sample.name.endswith("_bucket") and sample.labels.get("engine", "fake-0") == "fake-0":
+                bounds.setdefault(sample.name, []).append(sample.labels["le"])
+    for name, expected in (
+        ("time_to_first_token_seconds", VLLM_FIRST_TOKEN_S),
+        ("e2e_request_latency_seconds", VLLM_REQUEST_S),
+    ):
+        assert bounds[f"vllm:{name}_bucket"] == [*map(str, expected), "+Inf"]
+    assert bounds["mii_gateway_time_to_first_token_seconds_bucket"] == [*map(str, LONG_S), "+Inf"]
+
+
+async def test_stages_of_steps_by_group(http: aiohttp.ClientSession) -> None:
+    async with http.get("/metrics") as response:
+        page = await response.text()
+    for name, label, value in (
+        ("engine_step_stage_seconds", "stage", "plan"),
+        ("engine_step_stage_seconds", "stage", "wait"),
+        ("request_phase_seconds", "phase", "prefill"),
+    ):
+        labels = {"deployment": "fake", label: value, "worker": "fake-0"}
+        shown = ",".join(f'{key}="{text}"' for key, text in sorted(labels.items()))
+        assert f"mii_{name}_count{{{shown}}} 16.0" in page
 
 
 def test_gaps_are_counted_by_deployment() -> None:

@@ -341,8 +341,16 @@ def _show_status(record: DeploymentRecord, status: dict[str, Any]) -> str:
     ]
     if record.log_path:
         lines.append(f"  log     {record.log_path}")
-    lines.append(f"  broker  {json.dumps(status['broker'], default=_plain)}")
+    lines.append(f"  broker  {json.dumps(_without_histograms(status['broker']), default=_plain)}")
     return "\n".join(lines)
+
+
+def _without_histograms(value: Any) -> Any:
+    """For people; `--json` has everything."""
+    if isinstance(value, dict):
+        hidden = ("histograms", "queue_time")
+        return {key: _without_histograms(item) for key, item in value.items() if key not in hidden}
+    return [_without_histograms(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> str:

@@ -89,6 +89,11 @@ def setup_logging(role: str, chosen_format: str | None = None) -> logging.Logger
     return logging.getLogger("mii_zmq")
 
 
+def is_json() -> bool:
+    """Whether this process logs JSON, so that lines for people should go there as well."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
 @contextlib.contextmanager
 def of_group(name: str) -> Iterator[None]:
     """This process, and those that it starts meanwhile, log as parts of a worker group."""

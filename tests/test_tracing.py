@@ -12,6 +12,8 @@ import threading
 import time
 
 import pytest
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.sdk.trace import TracerProvider
 
 from mii_zmq.client import BackgroundLoop

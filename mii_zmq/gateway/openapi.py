@@ -21,7 +21,7 @@ from mii_zmq.gateway import page
 from mii_zmq.gateway.http_errors import ANTHROPIC_PREFIX, JSON, OPENAI_PREFIXES, openai_error
 from mii_zmq.gateway.middlewares import REQUEST_ID_HEADER
 from mii_zmq.gateway.openapi_answers import ANSWERS
-from mii_zmq.gateway.openapi_operations import REQUEST_ID, TERMS, TEXT, Operation, operation_of
+from mii_zmq.gateway.openapi_operations import REQUEST_ID, TERMS, TEXT, TRACE_CONTEXT, Operation, operation_of
 from mii_zmq.gateway.openapi_requests import Schema, component_schemas, ref
 from mii_zmq.gateway.sse import encode
 from mii_zmq.gateway.state import GATEWAY
@@ -125,7 +125,7 @@ def _parameters(path: str, operation: Operation, model: str) -> list[Schema]:
             if name in examples:
                 parameter["example"] = examples[name]
             found.append(parameter)
-    return [*found, *operation.parameters, *(TERMS if operation.has_terms else ()), REQUEST_ID]
+    return [*found, *operation.parameters, *(TERMS if operation.has_terms else ()), REQUEST_ID, *TRACE_CONTEXT]
 
 
 def _errors(path: str, kinds: tuple[type[MiiError], ...]) -> dict[str, Any]:

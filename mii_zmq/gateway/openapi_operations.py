@@ -89,9 +89,24 @@ TERMS: tuple[Schema, ...] = (
 REQUEST_ID: Schema = {
     "name": "X-Request-ID",
     "in": "header",
-    "description": "Sent back as it is where it is short and plain; else a new one is.",
+    "description": "Names the request in logs and traces. Sent back as it is where it is short and plain; else a new "
+    "one is.",
     "schema": TEXT,
 }
+TRACE_CONTEXT: tuple[Schema, ...] = (
+    {
+        "name": "traceparent",
+        "in": "header",
+        "description": "W3C trace context: the caller's span, of which the request becomes a part.",
+        "schema": TEXT,
+    },
+    {
+        "name": "tracestate",
+        "in": "header",
+        "description": "W3C trace context: passed on as it is.",
+        "schema": TEXT,
+    },
+)
 _DEPLOYMENT: Schema = {
     "name": "deployment",
     "in": "query",

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from mii_zmq import transport
 from mii_zmq.config import EngineConfig, WorkerConfig
 from mii_zmq.errors import MiiError, StartupError
-from mii_zmq.logs import of_group
+from mii_zmq.logs import is_json, of_group
 from mii_zmq.process import ChildLink
 from mii_zmq.protocol import Ready
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
@@ -264,6 +264,9 @@ async def _any(futures: Sequence[asyncio.Future[Any]], timeout_s: float | None =
 
 def _say(line: str) -> None:
     """Print for the operator; a full disk behind standard output is no reason to stop serving."""
+    if is_json():
+        log.info("%s", line)
+        return
     try:
         print(line, flush=True)
     except OSError:

@@ -110,7 +110,6 @@ def test_one_request_is_one_trace(collector: Collector) -> None:
     facts = {"mii.group": "one", "mii.request_id": "order-66", "mii.prompt_tokens": 5, "mii.output_tokens": 20}
     assert facts.items() <= worker.attributes.items()
     assert [name for name, _ in worker.events] == ["first token"]
-    assert root.one("mii.engine.decode").end - root.one("mii.engine.decode").start >= 19 * 4_000_000
 
 
 @pytest.mark.long

@@ -42,8 +42,11 @@ STUCK_S = 0.5
 STUCK_CLOSE_S = 0.1
 """A collector that has kept a batch waiting for longer than STUCK_S does not get its time at the end as well."""
 COMPLAINT_S = 60.0
+MAX_COMPLAINT_CHARS = 300
 _KINDS = {"server": SpanKind.SERVER, "internal": SpanKind.INTERNAL}
 _SCOPE = InstrumentationScope("mii_zmq", __version__)
+
+log = logging.getLogger(__name__)
 
 
 class OtlpExporter:
@@ -61,8 +64,8 @@ class OtlpExporter:
     @classmethod
     def to_collector(cls, config: TelemetryConfig, role: str, identity: Mapping[str, str]) -> OtlpExporter:
         """What no setting says is as the standard variables OTEL_* say, which the SDK reads by itself."""
-        for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
-            logging.getLogger(name).addFilter(_OncePerInterval())
+        theirs = logging.getLogger("opentelemetry")
+        theirs.handlers[:], theirs.propagate = [_Complaints()], False
         variables = os.environ
         has_timeout = any(f"OTEL_EXPORTER_OTLP_{name}" in variables for name in ("TIMEOUT", "TRACES_TIMEOUT"))
         exporter = OTLPSpanExporter(
@@ -114,6 +117,8 @@ class OtlpExporter:
         thread = threading.Thread(target=self._shut_down, name="tracing-end", daemon=True)
         thread.start()
         thread.join(timeout_s)
+        if thread.is_alive() and self._way is not None:
+            self._way.shutdown()
 
     def _shut_down(self) -> None:
         with contextlib.suppress(Exception):
@@ -181,15 +186,15 @@ class _WatchedExporter(SpanExporter):
         self._exporter.shutdown()
 
 
-class _OncePerInterval(logging.Filter):
+class _Complaints(logging.Handler):
     """A collector that is away is worth one line a minute."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self._next = 0.0
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING or time.monotonic() < self._next:
-            return False
-        self._next = time.monotonic() + COMPLAINT_S
-        return True
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + COMPLAINT_S
+            log.warning("spans are not sent: %s", record.getMessage()[:MAX_COMPLAINT_CHARS])

@@ -19,7 +19,7 @@ from typing import Any
 
 from mii_zmq import config_reference
 from mii_zmq.bench_command import add_bench as _add_bench
-from mii_zmq.config import EngineConfig, LaunchConfig, add_arguments, from_arguments, log_level
+from mii_zmq.config import EngineConfig, LaunchConfig, add_arguments, from_arguments
 from mii_zmq.config_reference import read_settings
 from mii_zmq.errors import MiiError, ServiceError
 from mii_zmq.launcher import add_group_command, resolve_engine
@@ -28,6 +28,7 @@ from mii_zmq.mii_settings import default_deployment_name
 from mii_zmq.progress import Progress
 from mii_zmq.registry import DeploymentNotFoundError, DeploymentRecord, Registry, end_deployment, restart_deployment
 from mii_zmq.supervisor import Supervisor
+from mii_zmq.telemetry_config import log_level
 from mii_zmq.top import add_top as _add_top
 from mii_zmq.worker.models import catalogue
 

@@ -2,9 +2,8 @@
 """Frozen settings, one dataclass per process, with one way in: `build(cls, mapping)`.
 
 Unknown keys are refused with the nearest known one, values are checked once, nothing mutates afterwards. Field
-metadata holds the help text from which command lines and the configuration reference are generated. Four environment
-variables of ours exist and are read only here: MII_ZMQ_CACHE_DIR, MII_ZMQ_RUN_DIR, MII_ZMQ_LOG_LEVEL and
-MII_ZMQ_LOG_FORMAT.
+metadata holds the help text from which command lines and the configuration reference are generated. The environment
+variables MII_ZMQ_CACHE_DIR and MII_ZMQ_RUN_DIR are read only here, those of logs in `telemetry_config`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import ipaddress
-import logging
 import math
 import os
 import stat
@@ -20,14 +18,14 @@ import tempfile
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from mii_zmq.errors import ConfigError
+from mii_zmq.telemetry_config import TelemetryConfig, setting
 
 T = TypeVar("T")
 
@@ -37,16 +35,6 @@ MAX_BODY_BYTES = 8 * 2**20
 """Largest request body at any door; checked before decoding."""
 MAX_MESSAGES = 4096
 """Of one chat, at any door."""
-
-
-def setting(help_text: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
-    """A dataclass field with help text."""
-    metadata = {"help": help_text}
-    if factory is not MISSING:
-        return field(default_factory=factory, metadata=metadata)
-    if default is MISSING:
-        return field(metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,35 +87,6 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_fraction is {self.gpu_memory_fraction}; it must be in (0, 1]")
         if self.device_index < 0:
             raise ConfigError(f"device_index is {self.device_index}; it must be 0 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TelemetryConfig:
-    """Logs and traces: what every process takes, and who starts others passes on."""
-
-    log_format: Literal["text", "json"] | None = setting(
-        "lines for people, or one JSON object per line (default: MII_ZMQ_LOG_FORMAT, or text)", None
-    )
-    otlp_endpoint: str | None = setting(
-        "URL of an OpenTelemetry collector that takes OTLP over HTTP, as http://127.0.0.1:4318 (default: "
-        "OTEL_EXPORTER_OTLP_ENDPOINT; without, nothing is traced)",
-        None,
-    )
-    trace_ratio: float | None = setting(
-        "share of the requests without a trace of their caller's that are traced (default: OTEL_TRACES_SAMPLER, or 1)",
-        None,
-    )
-
-    def __post_init__(self) -> None:
-        if self.otlp_endpoint is not None:
-            check_http_url(self.otlp_endpoint, "otlp_endpoint")
-        if self.trace_ratio is not None and not 0 <= self.trace_ratio <= 1:
-            raise ConfigError(f"trace_ratio is {self.trace_ratio}; it must be in [0, 1]")
-
-    @property
-    def telemetry(self) -> dict[str, Any]:
-        """These settings alone, for the configuration of another process."""
-        return {f.name: getattr(self, f.name) for f in fields(TelemetryConfig)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,18 +341,6 @@ def check_endpoint(endpoint: str, insecure: bool) -> str:
     return endpoint
 
 
-def check_http_url(url: str, name: str) -> str:
-    """Refuse what is no http or https URL with a host."""
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        is_url = False
-    if not is_url:
-        raise ConfigError(f"{name} is {url[:200]!r}; it must be a URL as http://127.0.0.1:4318")
-    return url
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -448,19 +395,3 @@ def _make_directory(path: Path, mode: int, what: str, variable: str) -> None:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be made: {error.strerror}; set {variable} to another one") from None
-
-
-def log_level() -> str:
-    """Raises ConfigError when MII_ZMQ_LOG_LEVEL names none."""
-    level = os.environ.get("MII_ZMQ_LOG_LEVEL", "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
-        raise ConfigError(f"MII_ZMQ_LOG_LEVEL is {level!r}; it must be DEBUG, INFO, WARNING, ERROR or CRITICAL")
-    return level
-
-
-def log_format() -> str:
-    """Raises ConfigError when MII_ZMQ_LOG_FORMAT names none."""
-    name = os.environ.get("MII_ZMQ_LOG_FORMAT", "text").lower()
-    if name not in ("text", "json"):
-        raise ConfigError(f"MII_ZMQ_LOG_FORMAT is {name!r}; it must be text or json")
-    return name

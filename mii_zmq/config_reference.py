@@ -16,11 +16,11 @@ from mii_zmq.config import (
     EngineConfig,
     GatewayConfig,
     LaunchConfig,
-    TelemetryConfig,
     WorkerConfig,
     settings_of,
 )
 from mii_zmq.errors import ConfigError
+from mii_zmq.telemetry_config import TelemetryConfig
 
 MAX_FILE_BYTES = 2**20
 

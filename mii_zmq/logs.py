@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from mii_zmq.config import log_format, log_level
 from mii_zmq.process import environment
+from mii_zmq.telemetry_config import log_format, log_level
 
 MAX_FACT_CHARS = 200
 MAX_EXCEPTION_CHARS = 16_384

@@ -28,8 +28,8 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFl
 from opentelemetry.trace.span import TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
-from mii_zmq.config import TelemetryConfig
 from mii_zmq.spans import Span
+from mii_zmq.telemetry_config import TelemetryConfig
 from mii_zmq.trace_context import TraceContext
 from mii_zmq.version import __version__
 

@@ -14,9 +14,9 @@ import sys
 import time
 from typing import Any, Protocol
 
-from mii_zmq.config import TelemetryConfig
 from mii_zmq.errors import ConfigError
 from mii_zmq.spans import Event, Span, Value
+from mii_zmq.telemetry_config import TelemetryConfig
 from mii_zmq.trace_context import TraceContext, new_span_id, new_trace_id
 
 __all__ = ["Event", "Exporter", "Span", "Tracing", "current_context", "known", "start_tracing"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mii_zmq import config
+from mii_zmq import config, telemetry_config
 from mii_zmq.config import (
     BrokerConfig,
     EngineConfig,
@@ -188,7 +188,7 @@ def test_a_directory_that_cannot_be_made_is_a_clear_error(
 
 def test_a_log_level_that_does_not_exist_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", "debug")
-    assert config.log_level() == "DEBUG"
+    assert telemetry_config.log_level() == "DEBUG"
     monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="MII_ZMQ_LOG_LEVEL is 'LOUD'"):
-        config.log_level()
+        telemetry_config.log_level()

@@ -10,8 +10,9 @@ import pytest
 
 from mii_zmq import config_reference
 from mii_zmq.cli import main
-from mii_zmq.config import BrokerConfig, EngineConfig, GatewayConfig, LaunchConfig, TelemetryConfig, WorkerConfig
+from mii_zmq.config import BrokerConfig, EngineConfig, GatewayConfig, LaunchConfig, WorkerConfig
 from mii_zmq.errors import ConfigError
+from mii_zmq.telemetry_config import TelemetryConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 

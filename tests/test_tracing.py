@@ -17,10 +17,11 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.sdk.trace import TracerProvider
 
 from mii_zmq.client import BackgroundLoop
-from mii_zmq.config import BrokerConfig, TelemetryConfig
+from mii_zmq.config import BrokerConfig
 from mii_zmq.errors import ConfigError
 from mii_zmq.otlp import OtlpExporter, make_resource, traces_url
 from mii_zmq.spans import Span
+from mii_zmq.telemetry_config import TelemetryConfig
 from mii_zmq.trace_context import TraceContext, new_span_id, new_trace_id
 from mii_zmq.tracing import current_context, known, start_tracing
 from tests.span_reader import Collector, Memory
@@ -49,7 +50,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_processes_start_without_the_extra_and_import_nothing_of_it() -> None:
     modules = "mii_zmq.broker.__main__, mii_zmq.gateway.__main__, mii_zmq.worker.group, mii_zmq.worker.engine_process"
-    start = f"import os, sys, {modules}\nfrom mii_zmq.tracing import *; from mii_zmq.config import *\n"
+    start = f"import os, sys, {modules}\nfrom mii_zmq.tracing import *; from mii_zmq.telemetry_config import *\n"
     off = f"{start}assert start_tracing(TelemetryConfig(), 'broker') is None\n"
     found = run(f"{off}print([name for name in sys.modules if name.startswith(('opentelemetry', 'google'))])")
     assert found == "[]\n"

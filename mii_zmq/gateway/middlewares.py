@@ -66,12 +66,20 @@ async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = error.status
         raise
     finally:
-        gateway, now = request.app[GATEWAY], time.monotonic()
+        _account(request, record, status, time.monotonic())
+    return response
+
+
+def _account(request: web.Request, record: RequestRecord, status: int, now: float) -> None:
+    gateway = request.app[GATEWAY]
+    try:
         if gateway.config.access_log:
             access_log.write_line(request, record, status, now - record.started)
         if gateway.tracing is not None:
             request_span.leave(request, record, gateway.tracing, route_of(request), status, now)
-    return response
+    except Exception:
+        # The answer is not to suffer for it.
+        log.exception("request %s could not be accounted for", record.request_id)
 
 
 @web.middleware

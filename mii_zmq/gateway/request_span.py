@@ -21,6 +21,7 @@ _CHAT = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TEXT = ("/v1/completions", "/mii/")
 _DEFAULTS = SamplingParams()
 MAX_AGENT_CHARS = 200
+MAX_HOST_CHARS = 255
 
 
 def enter(request: web.Request, record: RequestRecord, tracing: Tracing | None) -> None:
@@ -53,9 +54,7 @@ def leave(request: web.Request, record: RequestRecord, tracing: Tracing, route: 
 
 
 def _http(request: web.Request, route: str, status: int) -> dict[str, Value]:
-    host, _, port = (
-        request.host.rpartition(":") if request.host.rpartition(":")[2].isdigit() else (request.host, "", "")
-    )
+    host, port = _authority(request.host)
     return known(
         http__request__method=request.method,
         http__route=route,
@@ -63,10 +62,18 @@ def _http(request: web.Request, route: str, status: int) -> dict[str, Value]:
         url__path=shown_path(request),
         url__scheme=request.scheme,
         server__address=host,
-        server__port=int(port) if port else None,
+        server__port=port,
         network__protocol__version=f"{request.version.major}.{request.version.minor}",
         user_agent__original=request.headers.get("User-Agent", "")[:MAX_AGENT_CHARS],
     )
+
+
+def _authority(host: str) -> tuple[str, int | None]:
+    """What the client wrote into Host, taken apart where it can be."""
+    name, _, port = host.rpartition(":")
+    if name and port.isascii() and port.isdigit() and len(port) <= 5:
+        return name[:MAX_HOST_CHARS], int(port)
+    return host[:MAX_HOST_CHARS], None
 
 
 def _generation(record: RequestRecord, route: str) -> dict[str, Value]:

@@ -130,3 +130,14 @@ async def test_what_is_not_sampled_and_probes_leave_none(
     assert trace is not None
     assert trace.traceparent.endswith("-00")
     assert trace.trace_id == PARENT.split("-")[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "name"), [("a:\xb2", "a:\xb2"), ("[::1]", "[::1]"), (":80", ":80"), ("x" * 999, "x" * 255)]
+)
+async def test_odd_hosts(http: aiohttp.ClientSession, memory: Memory, host: str, name: str) -> None:
+    async with http.get("/v1/models", headers={"Host": host}) as response:
+        assert response.status == 200
+    (span,) = memory.spans()
+    assert span.attributes["server.address"] == name
+    assert "server.port" not in span.attributes

@@ -19,7 +19,8 @@ from typing import Any
 
 from mii_zmq import config_reference
 from mii_zmq.bench_command import add_bench as _add_bench
-from mii_zmq.config import EngineConfig, LaunchConfig, add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.config import EngineConfig, LaunchConfig
 from mii_zmq.config_reference import read_settings
 from mii_zmq.errors import MiiError, ServiceError
 from mii_zmq.launcher import add_group_command, resolve_engine

@@ -8,17 +8,14 @@ variables MII_ZMQ_CACHE_DIR and MII_ZMQ_RUN_DIR are read only here, those of log
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import ipaddress
 import math
 import os
 import stat
 import tempfile
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -249,67 +246,6 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
         reason, _, path = str(error).partition(" - at `$.")
         where = f"{path.rstrip('`')}: " if path else ""
         raise ConfigError(f"{cls.__name__}: {where}{reason}") from None
-
-
-def add_arguments(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, ...] = ()) -> None:
-    """Add one `--option` per field of `cls`; unset options stay out of the namespace."""
-    hints = typing.get_type_hints(cls)
-    for f in settings_of(cls):
-        if f.name not in skip:
-            _add_argument(parser, f, hints[f.name])
-
-
-def from_arguments(namespace: argparse.Namespace, cls: type[T], **extra: Any) -> T:
-    """Build `cls` from the options that `add_arguments` made."""
-    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    values = {name: value for name, value in vars(namespace).items() if name in names}
-    return build(cls, {**values, **extra})
-
-
-def to_arguments(config: Any) -> list[str]:
-    """The command line from which `from_arguments` builds `config` again; defaults are left out."""
-    arguments: list[str] = []
-    for f in fields(config):
-        value = getattr(config, f.name)
-        option = "--" + f.name.replace("_", "-")
-        if value is None or value == f.default or (f.default_factory is not MISSING and value == f.default_factory()):
-            continue
-        if isinstance(value, bool):
-            arguments.append(option if value else option.replace("--", "--no-", 1))
-        else:
-            # One word, so that a value may begin with a dash.
-            arguments.append(f"{option}={_show(value)}")
-    return arguments
-
-
-def _add_argument(parser: argparse.ArgumentParser, f: Field[Any], hint: Any) -> None:
-    option = "--" + f.name.replace("_", "-")
-    common: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS}
-    has_default = f.default is not MISSING or f.default_factory is not MISSING
-    shown = "" if f.default in (MISSING, None) else f" (default: {_show(f.default)})"
-    common["help"] = (f.metadata.get("help", "") + shown).replace("%", "%%")
-    arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType] if _is_union(hint) else [hint]
-    kind = arms[0]
-    if kind is bool:
-        parser.add_argument(option, action=argparse.BooleanOptionalAction, **common)
-    elif typing.get_origin(kind) is Literal:
-        parser.add_argument(option, choices=typing.get_args(kind), required=not has_default, **common)
-    elif typing.get_origin(kind) is tuple:
-        parser.add_argument(option, type=_comma_separated, metavar="A,B", required=not has_default, **common)
-    else:
-        parser.add_argument(option, type=kind, metavar=kind.__name__.upper(), required=not has_default, **common)
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
-def _show(value: Any) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _comma_separated(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _positive(config: Any, *names: str) -> None:

@@ -23,15 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mii_zmq.config import (
-    EngineConfig,
-    LaunchConfig,
-    WorkerConfig,
-    add_arguments,
-    cache_dir,
-    from_arguments,
-    to_arguments,
-)
+from mii_zmq.command_line import add_arguments, from_arguments, to_arguments
+from mii_zmq.config import EngineConfig, LaunchConfig, WorkerConfig, cache_dir
 from mii_zmq.errors import MiiError, StartupError, from_wire
 from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink

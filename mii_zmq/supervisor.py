@@ -23,13 +23,8 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-from mii_zmq.config import (
-    BrokerConfig,
-    EngineConfig,
-    LaunchConfig,
-    WorkerConfig,
-    to_arguments,
-)
+from mii_zmq.command_line import to_arguments
+from mii_zmq.config import BrokerConfig, EngineConfig, LaunchConfig, WorkerConfig
 from mii_zmq.errors import StartupError
 from mii_zmq.member import Member
 from mii_zmq.placement import count_gpus, place_groups

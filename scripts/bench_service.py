@@ -40,7 +40,8 @@ from service_load import LoadPool
 from service_parts import DRY, Bench, Result, Sizes, closed_loops, offline, replaced, service_level
 from service_stack import Service
 
-from mii_zmq.config import EngineConfig, to_arguments
+from mii_zmq.command_line import to_arguments
+from mii_zmq.config import EngineConfig
 from mii_zmq.errors import MiiError
 from mii_zmq.tokenizer import load_tokenizer
 

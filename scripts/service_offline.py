@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mii_zmq.bench_datasets import RandomOptions, make_prompts
-from mii_zmq.config import EngineConfig, add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.config import EngineConfig
 from mii_zmq.worker.core import EngineCore
 from mii_zmq.worker.engine_process import load_engine
 from mii_zmq.worker.plan import SequenceRequest

@@ -24,7 +24,8 @@ from mii_zmq.bench_datasets import RandomOptions
 from mii_zmq.bench_metrics import Distribution, RequestRecord, summarize
 from mii_zmq.bench_plots import check_can_plot, draw
 from mii_zmq.bench_sla import effective_throughput, sla_share
-from mii_zmq.config import EngineConfig, to_arguments
+from mii_zmq.command_line import to_arguments
+from mii_zmq.config import EngineConfig
 from mii_zmq.errors import ConfigError
 from mii_zmq.serving_bench import BenchOptions, BenchResult, LevelResult, LoadOptions, measured
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import stat
@@ -18,20 +17,11 @@ from mii_zmq.config import (
     GatewayConfig,
     LaunchConfig,
     WorkerConfig,
-    add_arguments,
     build,
-    from_arguments,
-    to_arguments,
 )
 from mii_zmq.errors import ConfigError
 
 ALL = (EngineConfig, WorkerConfig, BrokerConfig, GatewayConfig, LaunchConfig)
-
-
-def parse(cls: type[Any], arguments: list[str]) -> Any:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_arguments(parser, cls)
-    return from_arguments(parser.parse_args(arguments), cls)
 
 
 def test_build_takes_what_the_class_has() -> None:
@@ -69,35 +59,10 @@ def test_engine_settings_are_checked(values: dict[str, Any], reason: str) -> Non
         build(EngineConfig, values)
 
 
-@pytest.mark.parametrize(
-    "config_object",
-    [
-        EngineConfig(model="-odd name", num_blocks=7, prefix_cache=False, gpu_memory_fraction=0.25, dtype="bfloat16"),
-        EngineConfig(model="m"),
-        WorkerConfig(deployment="org/model", brokers=("ipc:///a", "tcp://127.0.0.1:5"), drain_timeout_s=2.5),
-        BrokerConfig(client_endpoint="tcp://127.0.0.1:0", worker_endpoint="ipc:///run/w", insecure=True),
-        GatewayConfig(host="0.0.0.0", port=0, insecure=True),
-        LaunchConfig(deployment="d", replicas=3, rest=False, port=81),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_command_line_carries_a_config_unchanged(config_object: Any) -> None:
-    assert parse(type(config_object), to_arguments(config_object)) == config_object
-
-
-def test_defaults_stay_off_the_command_line() -> None:
-    assert to_arguments(EngineConfig(model="m")) == ["--model=m"]
-
-
 @pytest.mark.parametrize("cls", ALL)
 def test_every_setting_has_help(cls: type[Any]) -> None:
     for field in dataclasses.fields(cls):
         assert field.metadata.get("help"), field.name
-
-
-def test_a_required_option_is_missed() -> None:
-    with pytest.raises((SystemExit, argparse.ArgumentError)):
-        parse(EngineConfig, [])
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a\nb", "x" * 201])

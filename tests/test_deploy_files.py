@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from mii_zmq.cli import _parser
-from mii_zmq.config import BrokerConfig, EngineConfig, GatewayConfig, WorkerConfig, add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.config import BrokerConfig, EngineConfig, GatewayConfig, WorkerConfig
 
 DEPLOY = Path(__file__).resolve().parents[1] / "docs" / "deploy"
 CONFIGS: dict[str, tuple[type, ...]] = {

@@ -16,8 +16,9 @@ import sys
 
 import uvloop
 
-from mii_zmq import config, logs, transport
+from mii_zmq import logs, transport
 from mii_zmq.broker.broker import Broker
+from mii_zmq.command_line import add_arguments, from_arguments
 from mii_zmq.config import BrokerConfig
 from mii_zmq.errors import StartupError
 from mii_zmq.process import ChildLink
@@ -28,13 +29,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mii_zmq.broker", description="Routes requests from clients to worker groups."
     )
-    config.add_arguments(parser, BrokerConfig)
+    add_arguments(parser, BrokerConfig)
     ChildLink.add_arguments(parser)
     namespace = parser.parse_args()
     link = ChildLink.from_arguments(namespace)
     log = logs.setup_logging("broker", getattr(namespace, "log_format", None))
     try:
-        uvloop.run(_serve(config.from_arguments(namespace, BrokerConfig), link))
+        uvloop.run(_serve(from_arguments(namespace, BrokerConfig), link))
     except StartupError as error:
         link.announce(error=error.message)
         if not link.has_reader:

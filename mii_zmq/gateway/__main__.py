@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import uvloop
 
 from mii_zmq.client import AsyncClient
-from mii_zmq.config import GatewayConfig, add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.config import GatewayConfig
 from mii_zmq.errors import BrokerUnavailable, StartupError
 from mii_zmq.gateway.app import listen, make_app, make_runner, open_door
 from mii_zmq.gateway.door import Door

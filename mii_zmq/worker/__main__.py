@@ -11,7 +11,8 @@ from typing import NoReturn
 
 import uvloop
 
-from mii_zmq.config import EngineConfig, WorkerConfig, add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.config import EngineConfig, WorkerConfig
 from mii_zmq.errors import ConfigError, StartupError
 from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mii_zmq import transport
-from mii_zmq.config import EngineConfig, to_arguments
+from mii_zmq.command_line import to_arguments
+from mii_zmq.config import EngineConfig
 from mii_zmq.errors import InternalError, MiiError, StartupError
 from mii_zmq.process import describe_exit, spawn
 from mii_zmq.worker.engine_channel import (

@@ -20,7 +20,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from mii_zmq import transport
-from mii_zmq.config import EngineConfig, add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.config import EngineConfig
 from mii_zmq.errors import InternalError, MiiError, StartupError
 from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink

@@ -26,8 +26,8 @@ from typing import Any, Literal
 import xgrammar
 
 from mii_zmq.errors import InternalError, MiiError
+from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink
-from mii_zmq.telemetry import setup_logging
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.worker.grammar_channel import GrammarChannel
 from mii_zmq.worker.grammar_compiler import MIB, Compilation

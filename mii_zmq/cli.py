@@ -24,7 +24,7 @@ from mii_zmq.config import EngineConfig, LaunchConfig
 from mii_zmq.config_reference import read_settings
 from mii_zmq.errors import MiiError, ServiceError
 from mii_zmq.launcher import add_group_command, resolve_engine
-from mii_zmq.logs import setup_logging
+from mii_zmq.logs import is_json, setup_logging
 from mii_zmq.mii_settings import default_deployment_name
 from mii_zmq.progress import Progress
 from mii_zmq.registry import DeploymentNotFoundError, DeploymentRecord, Registry, end_deployment, restart_deployment
@@ -157,7 +157,8 @@ def _serve(options: argparse.Namespace) -> int:
     os.environ.setdefault("MII_ZMQ_LOG_LEVEL", "WARNING")
     launch, engine = _settings_of(options)
     setup_logging("serve", launch.log_format)
-    progress = Progress()
+    # Standard error is for JSON alone then.
+    progress = Progress(sys.stdout if is_json() else None)
     started = time.monotonic()
     try:
         engine = resolve_engine(engine, progress)
@@ -210,7 +211,7 @@ class _Console:
     def __call__(self, facts: dict[str, Any]) -> None:
         if "ending" in facts:
             text = f"Ending; running requests get up to {facts['ending']:g} s. Ctrl-C again ends at once."
-            print(f"\n{text}", file=sys.stderr, flush=True)
+            print(f"\n{text}", file=sys.stdout if is_json() else sys.stderr, flush=True)
             return
         if not facts.get("ready"):
             self._progress(facts)

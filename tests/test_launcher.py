@@ -19,8 +19,9 @@ import pytest
 
 from mii_zmq.config import EngineConfig, LaunchConfig
 from mii_zmq.errors import ConfigError, StartupError
-from mii_zmq.launcher import start_detached
+from mii_zmq.launcher import add_group_command, start_detached
 from mii_zmq.mii_client import MIIClient
+from mii_zmq.mii_settings import serve_settings
 from mii_zmq.registry import Registry, end_deployment, process_identity
 from mii_zmq.supervisor import Supervisor
 
@@ -266,3 +267,22 @@ def test_a_deployment_whose_starter_dies_while_it_loads_ends() -> None:
         assert time.monotonic() < deadline
         assert not record.ready
         time.sleep(0.02)
+
+
+def test_logs_and_traces_are_passed_on_to_every_process() -> None:
+    settings = {"log_format": "json", "otlp_endpoint": "http://a:4318", "trace_ratio": 0.5}
+    launch = LaunchConfig(deployment="m", access_log=False, **settings)
+    engine = EngineConfig(model="fake:")
+    supervisor = Supervisor(launch, engine, lambda facts: None)
+    supervisor._client_endpoints, supervisor._worker_endpoints = ["tcp://127.0.0.1:2"], ["tcp://127.0.0.1:1"]
+    expected = {"--log-format=json", "--otlp-endpoint=http://a:4318", "--trace-ratio=0.5"}
+    for arguments in (
+        supervisor._broker_arguments(0),
+        supervisor._gateway_arguments(),
+        supervisor._worker_arguments(0),
+        add_group_command(launch, engine, ["tcp://127.0.0.1:1"]).split(),
+    ):
+        assert expected <= set(arguments)
+    assert "--no-access-log" in supervisor._gateway_arguments()
+    _, from_python = serve_settings("fake:", None, None, settings)
+    assert from_python.telemetry == launch.telemetry

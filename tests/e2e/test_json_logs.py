@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import urllib.request
 from typing import Any
 
@@ -49,3 +53,20 @@ def test_a_request_is_found_in_the_logs(capfd: pytest.CaptureFixture[str], monke
     expected = {"method": "POST", "path": "/v1/completions", "status": 200, "model": "m", "finish_reason": "length"}
     assert expected.items() <= access.items()
     assert (access["prompt_tokens"], access["output_tokens"]) == (len(SECRET), 5)
+
+
+@pytest.mark.long
+def test_serve_writes_nothing_but_json_to_standard_error(deployments: object) -> None:
+    command = [sys.executable, "-m", "mii_zmq", "serve", "fake:", "--deployment-name", "d", "--port", "0"]
+    environment = {**os.environ, "MII_ZMQ_LOG_LEVEL": "INFO"}
+    with subprocess.Popen(
+        [*command, "--log-format", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("End it: Ctrl-C"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert "Ending; running requests get up to" in out
+    assert {json.loads(line)["role"] for line in err.splitlines()} >= {"broker", "gateway", "worker"}

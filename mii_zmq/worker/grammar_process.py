@@ -30,7 +30,7 @@ from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.worker.grammar_channel import GrammarChannel
-from mii_zmq.worker.grammar_compiler import MIB, Compilation
+from mii_zmq.worker.grammar_compiler import MIB, Compilation, refusal
 from mii_zmq.worker.grammar_follower import GrammarFollower, Vocabulary
 from mii_zmq.worker.grammar_limits import SequenceLimits
 
@@ -38,6 +38,9 @@ MAX_COMPILATIONS = 2
 """At the same time; others wait in line."""
 MAX_REFUSALS = 256
 """Grammars remembered for not being usable, so that asking again costs nothing."""
+SLOW_TOKEN_S = 0.1
+"""Processor time for one token of one sequence."""
+MAX_SLOW_TOKENS = 5
 NOBODY = 0
 
 log = logging.getLogger("mii_zmq.worker.grammar")
@@ -57,6 +60,7 @@ class _Followed:
     """Output so far when it was opened."""
     follower: GrammarFollower | None = None
     """None: its grammar is being compiled."""
+    num_slow: int = 0
 
 
 class GrammarCache:
@@ -178,13 +182,24 @@ class GrammarHost:
             return None
         self._note(seq_id)
         try:
+            started = time.thread_time()
             followed.follower.accept(token_id)
-            return seq_id, followed.follower.num_output_tokens, followed.follower.next_mask()
+            mask = followed.follower.next_mask()
+            if time.thread_time() - started > self._options.slow_token_s:
+                self._note_slow(followed)
+            return seq_id, followed.follower.num_output_tokens, mask
         except Exception as error:  # noqa: BLE001
             self._fail(seq_id, error)
             return None
         finally:
             self._note(NOBODY)
+
+    def _note_slow(self, followed: _Followed) -> None:
+        """Grammars that can be read in many ways take longer with every token, and all sequences wait for that."""
+        followed.num_slow += 1
+        if followed.num_slow >= MAX_SLOW_TOKENS:
+            limit_ms = 1000 * self._options.slow_token_s
+            raise refusal(followed.key[0], f"a token takes more than {limit_ms:g} ms; write it with fewer ambiguities")
 
     def _collect(self) -> None:
         """Take what compilations have come to, and start the next ones."""
@@ -274,6 +289,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout-s", required=True, type=float, help="limit of one compilation")
     parser.add_argument("--memory-mb", required=True, type=int, help="limit of one compilation")
     parser.add_argument("--cache-mb", required=True, type=int, help="limit of the compiled grammars that are kept")
+    parser.add_argument(
+        "--slow-token-s", type=float, default=SLOW_TOKEN_S, help="a sequence with some such tokens ends"
+    )
     ChildLink.add_arguments(parser)
     options = parser.parse_args(argv)
     setup_logging("grammars")

@@ -62,7 +62,7 @@ class GrammarProcessService:
         self._channel: GrammarChannel | None = None
         self._current: mmap.mmap | None = None
         self._is_ready = False
-        self._heard_at = self._pinged_at = 0.0
+        self._silent_s = self._watched_at = self._pinged_at = 0.0
         self._num_starts = 0
         """Since the last mask."""
         self._advances: list[tuple[int, int]] = []
@@ -85,8 +85,6 @@ class GrammarProcessService:
         opened = self._open.get(seq_id)
         if opened is not None:
             opened.token_ids.append(token_id)
-            if not opened.is_asked:
-                self._heard_at = max(self._heard_at, self._pinged_at, self._clock() - PING_S)
             opened.is_asked = True
             self._advances.append((seq_id, token_id))
 
@@ -136,7 +134,7 @@ class GrammarProcessService:
         finally:
             theirs.close()
             os.close(memory_fd)
-        self._heard_at = self._pinged_at = self._clock()
+        self._silent_s, self._watched_at = 0.0, self._clock()
         self._advances.clear()
         self._closes.clear()
         for opened in self._open.values():
@@ -161,7 +159,7 @@ class GrammarProcessService:
         channel.flush()
 
     def _take(self, message: list[Any]) -> None:
-        self._heard_at = self._clock()
+        self._silent_s = 0.0
         kind, *values = message
         if kind == "ready":
             self._is_ready = True
@@ -178,14 +176,18 @@ class GrammarProcessService:
             self._fail(seq_id, from_wire(error))
 
     def _watch(self, channel: GrammarChannel) -> None:
-        """See that the process lives and answers; time counts only while something is asked of it."""
+        """See that the process lives and answers; time counts only while something is asked of it, and hardly where the
+        engine did not look for long."""
         now = self._clock()
+        elapsed_s, self._watched_at = min(now - self._watched_at, PING_S), now
         if channel.is_closed:
             self._lose("has ended", is_hung=False)
         elif not any(opened.is_asked for opened in self._open.values()):
-            self._heard_at = now
-        elif now - self._heard_at > (self._hang_s if self._is_ready else START_TIMEOUT_S):
-            self._lose(f"has not answered for {now - self._heard_at:.0f} s", is_hung=True)
+            self._silent_s = 0.0
+            return
+        self._silent_s += elapsed_s
+        if self._silent_s > (self._hang_s if self._is_ready else START_TIMEOUT_S):
+            self._lose(f"has not answered for {self._silent_s:.0f} s", is_hung=True)
         elif now - self._pinged_at > PING_S:
             self._pinged_at = now
             channel.send("ping")

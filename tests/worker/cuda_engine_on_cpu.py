@@ -39,6 +39,7 @@ from mii_zmq.worker.models.random_weights import SHAPES, random_weights
 from mii_zmq.worker.models.spec import RopeConfig
 from mii_zmq.worker.plan import EngineLimits, Executor, SamplingSpec, SequenceRequest, TokenLogprobs
 from mii_zmq.worker.sampler import Sampler
+from tests.worker.scripted_grammars import ScriptedGrammars
 
 CPU = torch.device("cpu")
 VOCAB, MAX_LEN, BLOCK, SLOTS, BUDGET = 99, 64, 16, 6, 24
@@ -53,6 +54,8 @@ SPECS = [
     SamplingSpec(repetition_penalty=1.3, presence_penalty=0.4, num_logprobs=1, num_prompt_logprobs=1),
     SamplingSpec(min_new_tokens=3, stop_token_ids=(5, 6)),
     SamplingSpec(seed=9, temperature=0.7, min_p=0.05, allowed_token_ids=(0, 7, 31, 32, 64, 98)),
+    SamplingSpec(seed=11, temperature=0.9, top_p=0.95, is_masked=True),
+    SamplingSpec(is_masked=True, allowed_token_ids=tuple(range(0, VOCAB, 2)), num_logprobs=2),
 ]
 
 
@@ -97,17 +100,25 @@ def make_weights() -> DecoderWeights:
     return weights
 
 
+def mask_behind(request: SequenceRequest, num_output_tokens: int) -> bytes:
+    """Another fifth of the vocabulary at every token."""
+    allowed = [token_id for token_id in range(VOCAB) if (token_id + num_output_tokens) % 5 == 0]
+    return sum(1 << token_id for token_id in allowed).to_bytes(4 * -(-VOCAB // 32), "little")
+
+
 def run(executor: Executor) -> tuple[dict[int, list[Any]], dict[int, list[TokenLogprobs]], int]:
     """Token ids and finish_reason of every request, its log-probabilities, and the number of preemptions."""
-    core = EngineCore(executor)
+    core = EngineCore(executor, grammars=ScriptedGrammars(mask_behind=mask_behind))
     draw = random.Random(3)
     for seq_id, spec in enumerate(SPECS):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.choice([1, 13, 15, 30]))]
         scores = spec.num_prompt_logprobs > 0
-        core.add(SequenceRequest(seq_id, prompt, draw.randint(6, 14), sampling=spec, score_prompt=scores))
+        grammar = ("regex", "made up") if spec.is_masked else None
+        num_new = draw.randint(6, 14)
+        core.add(SequenceRequest(seq_id, prompt, num_new, sampling=spec, score_prompt=scores, grammar=grammar))
     outputs: dict[int, list[Any]] = {seq_id: [] for seq_id in range(len(SPECS))}
     measured: dict[int, list[TokenLogprobs]] = {seq_id: [] for seq_id in range(len(SPECS))}
-    while core.has_work:
+    while core.scheduler.has_work:
         for output in core.step():
             assert output.error is None, output.error
             outputs[output.seq_id] += output.token_ids

@@ -63,9 +63,14 @@ class _Followed:
 class ScriptedGrammars:
     """Implements `core.GrammarService`."""
 
-    def __init__(self, delay: Callable[[int, int], int] = lambda seq_id, number: 0) -> None:
+    def __init__(
+        self,
+        delay: Callable[[int, int], int] = lambda seq_id, number: 0,
+        mask_behind: Callable[[SequenceRequest, int], bytes | None] = mask_behind,
+    ) -> None:
         """`delay`: polls that the mask of a sequence behind so many output tokens takes; below 0: it never comes, an
         error does. Masks may come twice, and when nobody wants them any more."""
+        self._mask_behind = mask_behind
         self.followed: dict[int, _Followed] = {}
         self.num_opened = 0
         self.is_shut_down = False
@@ -83,7 +88,7 @@ class ScriptedGrammars:
         followed = self.followed.get(seq_id)
         if followed is None:
             return  # it has failed
-        mask = mask_behind(followed.request, len(followed.token_ids))
+        mask = self._mask_behind(followed.request, len(followed.token_ids))
         assert mask is not None
         assert mask[token_id // 8] >> (token_id % 8) & 1, f"sequence {seq_id} drew {token_id} against its mask"
         followed.token_ids.append(token_id)
@@ -108,7 +113,7 @@ class ScriptedGrammars:
         followed = self.followed[seq_id]
         number = len(followed.token_ids)
         delay = self._delay(seq_id, number)
-        event = MaskEvent(seq_id, number, mask_behind(followed.request, number))
+        event = MaskEvent(seq_id, number, self._mask_behind(followed.request, number))
         if delay < 0:
             event = MaskEvent(seq_id, 0, None, InternalError("the grammar fails (made up by a test)"))
             del self.followed[seq_id]

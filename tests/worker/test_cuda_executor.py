@@ -57,6 +57,7 @@ def test_requests_that_cannot_be_computed_end_alone_and_leave_nothing_behind() -
         (SamplingSpec(bad_words=((3,),)), False),
         (SamplingSpec(logit_bias=((3, 1.0),)), False),
         (SamplingSpec(allowed_token_ids=(3,)), False),
+        (SamplingSpec(is_masked=True), False),
         (SamplingSpec(num_logprobs=2), True),
     ],
 )

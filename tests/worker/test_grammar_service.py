@@ -144,6 +144,19 @@ def test_the_real_process():
         a_process_that_was_killed_is_replaced_and_sequences_go_on(follower)
 
 
+@pytest.mark.long
+def test_a_sequence_whose_tokens_take_too_long_ends() -> None:
+    pytest.importorskip("xgrammar")
+    with running(*REAL, "--slow-token-s=0", module="mii_zmq.worker.grammar_process") as follower:
+        follower.service.open(request(1, "a*"))
+        follower.next()
+        for _ in range(5):
+            follower.service.advance(1, ord("a"))
+            (event,) = follower.next()
+        assert isinstance(event.error, InvalidRequest)
+        assert "a token takes more than 0 ms" in event.error.message
+
+
 def test_of_a_hang_only_the_sequence_it_works_on_ends():
     with running(hang_s=0.5) as follower:
         follower.service.open(request(1, "fine"))

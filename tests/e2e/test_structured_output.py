@@ -19,6 +19,7 @@ import pytest
 import mii_zmq as mii
 from mii_zmq.errors import InvalidRequest
 from tests.e2e.structured_schemas import SCHEMAS
+from tests.stack import Stack, http
 
 pytest.importorskip("xgrammar")
 jsonschema = pytest.importorskip("jsonschema")
@@ -158,3 +159,30 @@ def test_ranks_draw_alike(tiny_model: Path) -> None:
     with mii.pipeline(str(tiny_model), **ENGINE, tensor_parallel=2) as pipe:
         expected = {prompt: plain(pipe, prompt) for prompt in PLAIN_PROMPTS}
         mixed(pipe, range(len(SCHEMAS)), expected)
+
+
+@pytest.mark.long
+def test_http_answers_have_their_form_and_wrong_grammars_are_400() -> None:
+    """Through gateway, broker and actor, with several requests at once."""
+    stack = Stack()
+    try:
+        stack.start_group("one", "fake:step_ms=1")
+        url = stack.start_gateway() + "/v1/chat/completions"
+
+        def ask(number: int) -> tuple[int, bytes]:
+            schema = {"name": "answer", "strict": True, "schema": SCHEMAS[15]}
+            body = {"model": "m", "messages": [{"role": "user", "content": f"{number}"}], "max_tokens": 300}
+            return http(url, body | {"response_format": {"type": "json_schema", "json_schema": schema}})
+
+        with ThreadPoolExecutor(8) as threads:
+            for status, answer in threads.map(ask, range(24)):
+                assert status == 200, answer
+                choice = json.loads(answer)["choices"][0]
+                assert choice["finish_reason"] == "stop"
+                jsonschema.Draft202012Validator(SCHEMAS[15]).validate(json.loads(choice["message"]["content"]))
+        wrong = {"model": "m", "messages": [{"role": "user", "content": "x"}], "structured_outputs": {"regex": "(a"}}
+        status, answer = http(url, wrong)
+        assert status == 400
+        assert "not closed" in json.loads(answer)["error"]["message"]
+    finally:
+        stack.close()

@@ -8,19 +8,14 @@ is spelled as the families' chat templates spell it, which is what the models ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from mii_zmq.gateway.answers import ToolUse
+from mii_zmq.gateway.call_formats import Format, Schemas, arguments, call_list, const, either, sequence
 from mii_zmq.gateway.reasoning import CLOSING, OPENING
+from mii_zmq.gateway.section_grammars import SECTIONS, forced_section, guarded_section
 
-Format = dict[str, Any]
-
-MAX_SPACES = 12
-"""Between two marks of JSON: a line's end and an indentation, not pages of nothing."""
 _OBJECT: Format = {"type": "object"}
-_APPLICATORS = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-"""Keywords that say of a schema, somehow, what values it takes."""
 SPACES = r"[ \n\r\t]"
 """Not \\s, which the compiler and Python read differently."""
 _CALL_ID: Format = {"type": "optional", "content": {"type": "regex", "pattern": r"\[CALL_ID\][a-zA-Z0-9]{9}"}}
@@ -51,48 +46,12 @@ def behind_reasoning(content: Format) -> Format:
     return sequence({"type": "optional", "content": sequence(block, spaces)}, content)
 
 
-def sequence(*elements: Format) -> Format:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def either(elements: Sequence[Format]) -> Format:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
-
-
-def const(text: str) -> Format:
-    return {"type": "const_string", "value": text}
-
-
-def schema_format(schema: Any) -> Format:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_SPACES}
-
-
-Schemas = Mapping[str, Any]
-
-
-def _arguments(schema: Mapping[str, Any] | None) -> Format:
-    """Arguments are an object, also where the schema does not say so."""
-    if schema is None:
-        return schema_format({"type": "object", "properties": {}})
-    return schema_format(schema if any(name in schema for name in _APPLICATORS) else {"type": "object", **schema})
-
-
 def _tags(schemas: Schemas, begin: str, end: str) -> list[Format]:
     """One tag per tool; `begin` has its name in place of NAME."""
     return [
-        {"type": "tag", "begin": begin.replace("NAME", name), "content": _arguments(schema), "end": end}
+        {"type": "tag", "begin": begin.replace("NAME", name), "content": arguments(schema), "end": end}
         for name, schema in schemas.items()
     ]
-
-
-def _list(tags: Sequence[Format], separator: str, is_parallel: bool) -> Format:
-    return {
-        "type": "tags_with_separator",
-        "tags": list(tags),
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": not is_parallel,
-    }
 
 
 def _text_with(rules: Mapping[str, Format], is_parallel: bool) -> Format:
@@ -102,7 +61,7 @@ def _text_with(rules: Mapping[str, Format], is_parallel: bool) -> Format:
 
 def _hermes(schemas: Schemas, is_parallel: bool) -> Format:
     tags = _tags(schemas, '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
-    return _list(tags, "\n", is_parallel)
+    return call_list(tags, "\n", is_parallel)
 
 
 def _hermes_guarded(schemas: Schemas, is_parallel: bool) -> Format:
@@ -111,7 +70,7 @@ def _hermes_guarded(schemas: Schemas, is_parallel: bool) -> Format:
 
 
 def _llama3(schemas: Schemas, is_parallel: bool) -> Format:
-    return _list(_tags(schemas, '{"name": "NAME", "parameters": ', "}"), "; ", is_parallel)
+    return call_list(_tags(schemas, '{"name": "NAME", "parameters": ', "}"), "; ", is_parallel)
 
 
 def _llama3_guarded(schemas: Schemas, is_parallel: bool) -> Format:
@@ -128,7 +87,7 @@ def _llama3_guarded(schemas: Schemas, is_parallel: bool) -> Format:
 def _mistral(schemas: Schemas, is_parallel: bool) -> Format:
     """Which of its two spellings a model has learned, it shows by itself."""
     return either([sequence(const("[TOOL_CALLS]"), _mistral_list(schemas, is_parallel)),
-                   _list(_mistral_named(schemas, "[TOOL_CALLS]NAME"), "", is_parallel)])  # fmt: skip
+                   call_list(_mistral_named(schemas, "[TOOL_CALLS]NAME"), "", is_parallel)])  # fmt: skip
 
 
 def _mistral_guarded(schemas: Schemas, is_parallel: bool) -> Format:
@@ -137,7 +96,7 @@ def _mistral_guarded(schemas: Schemas, is_parallel: bool) -> Format:
 
 
 def _mistral_list(schemas: Schemas, is_parallel: bool) -> Format:
-    calls = _list(_tags(schemas, '{"name": "NAME", "arguments": ', "}"), ", ", is_parallel)
+    calls = call_list(_tags(schemas, '{"name": "NAME", "arguments": ', "}"), ", ", is_parallel)
     return {"type": "tag", "begin": "[", "content": calls, "end": "]"}
 
 
@@ -146,7 +105,7 @@ def _mistral_named(schemas: Schemas, begin: str) -> list[Format]:
         {
             "type": "tag",
             "begin": begin.replace("NAME", name),
-            "content": sequence(_CALL_ID, const("[ARGS]"), _arguments(schema)),
+            "content": sequence(_CALL_ID, const("[ARGS]"), arguments(schema)),
             "end": "",
         }
         for name, schema in schemas.items()
@@ -154,6 +113,19 @@ def _mistral_named(schemas: Schemas, begin: str) -> list[Format]:
 
 
 _Maker = Callable[[Schemas, bool], Format]
-_FORCED: dict[str, _Maker] = {"hermes": _hermes, "llama3": _llama3, "mistral": _mistral, "any": _llama3}
-"""Where nobody says how the model writes calls, it writes plain objects, which its reader knows as well."""
-_GUARDED: dict[str, _Maker] = {"hermes": _hermes_guarded, "llama3": _llama3_guarded, "mistral": _mistral_guarded}
+_FORCED: dict[str, _Maker] = {
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "llama4": _llama3,
+    "mistral": _mistral,
+    "any": _llama3,
+    **{name: forced_section(name) for name in SECTIONS},
+}
+"""Where nobody says how the model writes calls, it writes plain objects, which its reader knows as well. Calls in
+Python are no format of the compiler's."""
+_GUARDED: dict[str, _Maker] = {
+    "hermes": _hermes_guarded,
+    "llama3": _llama3_guarded,
+    "mistral": _mistral_guarded,
+    **{name: guarded_section(name) for name in SECTIONS},
+}

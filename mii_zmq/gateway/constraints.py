@@ -17,15 +17,8 @@ import msgspec
 
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.gateway.broker_status import DeploymentStatus
-from mii_zmq.gateway.call_grammars import (
-    Format,
-    behind_reasoning,
-    const,
-    either,
-    forced_calls,
-    guarded_calls,
-    schema_format,
-)
+from mii_zmq.gateway.call_formats import Format, const, either, schema_format
+from mii_zmq.gateway.call_grammars import behind_reasoning, forced_calls, guarded_calls
 from mii_zmq.gateway.core_request import CoreRequest, renamed
 from mii_zmq.gateway.tool_formats import ToolFormat
 from mii_zmq.sampling_params import SamplingParams

@@ -12,7 +12,8 @@ import pytest
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.gateway.answers import ToolUse
 from mii_zmq.gateway.broker_status import BrokerStatus
-from mii_zmq.gateway.call_grammars import behind_reasoning, either, forced_calls, guarded_calls, schema_format
+from mii_zmq.gateway.call_formats import either, schema_format
+from mii_zmq.gateway.call_grammars import behind_reasoning, forced_calls, guarded_calls
 from mii_zmq.gateway.constraints import constrain
 from mii_zmq.gateway.openai_schemas import OpenAIRequest, parse_chat, parse_completion
 from mii_zmq.gateway.request_body import split_fields

@@ -121,6 +121,8 @@ class _Tokens(msgspec.Struct):
     rows: list[tuple[bytes, int, int, _Count, _Count, str | None]]
     logprob_bytes: list[_Count] = []
     """By row; none where no row has log-probabilities."""
+    prompt_lengths: list[_Count] = []
+    """By row; none where no row says its own."""
 
 
 class TokenDelta(NamedTuple):
@@ -136,6 +138,8 @@ class TokenDelta(NamedTuple):
     finish_reason: str | None
     logprobs: bytes = b""
     """Records of mii_zmq.logprobs, of requests that ask for them."""
+    prompt_length: int = 0
+    """Tokens of the prompt, in the first row that a group sends of a request; 0 says nothing."""
 
 
 def new_request_id() -> bytes:
@@ -274,13 +278,14 @@ def parse_body(message: Message, cls: type[S]) -> S:
 class TokenRows:
     """Collects the rows of one step for one client connection and encodes them as one TOKENS message."""
 
-    __slots__ = ("_ids", "_logprobs", "_rows", "_texts", "logprob_bytes")
+    __slots__ = ("_ids", "_logprobs", "_prompt_lengths", "_rows", "_texts", "logprob_bytes")
 
     def __init__(self) -> None:
         self._rows: list[TokenRow] = []
         self._ids: list[bytes] = []
         self._texts: list[bytes] = []
         self._logprobs: list[bytes] = []
+        self._prompt_lengths: list[int] = []
         self.logprob_bytes = 0
         """Of all rows so far."""
 
@@ -302,6 +307,7 @@ class TokenRows:
         self._texts.append(delta.text)
         self._logprobs.append(delta.logprobs)
         self.logprob_bytes += len(delta.logprobs)
+        self._prompt_lengths.append(delta.prompt_length)
 
     def to_frames(self, client: int | None = None) -> list[bytes]:
         """`client` is the broker's connection number, on the way from worker to broker."""
@@ -313,6 +319,8 @@ class TokenRows:
         if self.logprob_bytes:
             header["logprob_bytes"] = list(map(len, self._logprobs))
             raw.append(b"".join(self._logprobs))
+        if any(self._prompt_lengths):
+            header["prompt_lengths"] = self._prompt_lengths
         return encode(Verb.TOKENS, request_id, header, raw=raw)
 
 
@@ -330,6 +338,8 @@ def token_rows(message: Message) -> list[tuple[bytes, int, int, int, int, str | 
     ids, texts, logprobs = (*message.raw, b"")[:3]
     if header.logprob_bytes and len(header.logprob_bytes) != len(checked):
         raise ProtocolError("TOKENS has another number of logprob_bytes than rows")
+    if header.prompt_lengths and len(header.prompt_lengths) != len(checked):
+        raise ProtocolError("TOKENS has another number of prompt_lengths than rows")
     if sum(header.logprob_bytes) > len(logprobs):
         raise ProtocolError("TOKENS announces more log-probabilities than the raw frame holds")
     if 4 * sum(map(_num_tokens_of, checked)) > len(ids) or sum(map(_text_bytes_of, checked)) > len(texts):
@@ -354,6 +364,8 @@ def iterate_tokens(message: Message) -> list[TokenDelta]:
         logprobs = message.raw[2] if len(message.raw) > 2 else b""
         shares = [logprobs[begin:end] for begin, end in pairwise(ends)]
         deltas = [delta._replace(logprobs=share) for delta, share in zip(deltas, shares, strict=True)]
+    if lengths := message.header.get("prompt_lengths"):
+        deltas = [delta._replace(prompt_length=length) for delta, length in zip(deltas, lengths, strict=True)]
     return deltas
 
 

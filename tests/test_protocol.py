@@ -248,6 +248,7 @@ deltas = st.builds(
     texts.map(str.encode),
     st.none() | st.sampled_from(("stop", "length")),
     st.just(b"") | st.binary(max_size=9),
+    st.just(0) | st.integers(0, 2**31),
 )
 
 
@@ -332,6 +333,13 @@ def test_sizes_of_log_probabilities_that_do_not_add_up(sizes: Any) -> None:
     header = {"rows": [[ID, 0, 0, 1, 0, None], [EPOCH, 0, 0, 1, 0, None]], "logprob_bytes": sizes}
     with pytest.raises(ProtocolError):
         list(iterate_tokens(Message(Verb.TOKENS, ID, header, raw=(bytes(8), b"", b"ab"))))
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 2, 3], [-1, 4], [1.0, 1], ["1", 0], 2])
+def test_prompt_lengths_that_do_not_belong_to_the_rows(lengths: Any) -> None:
+    header = {"rows": [[ID, 0, 0, 1, 0, None], [EPOCH, 0, 0, 1, 0, None]], "prompt_lengths": lengths}
+    with pytest.raises(ProtocolError):
+        list(iterate_tokens(Message(Verb.TOKENS, ID, header, raw=(bytes(8), b""))))
 
 
 def replaced(index: int, frame: bytes) -> list[bytes]:

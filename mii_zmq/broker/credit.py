@@ -28,7 +28,16 @@ class Withheld:
     """The rows of one request that wait for credit, as one row: it begins at the first one's offset, and has the last
     one's sequence number."""
 
-    __slots__ = ("_logprobs", "_text", "_token_ids", "finish_reason", "seq", "terminal", "token_offset")
+    __slots__ = (
+        "_logprobs",
+        "_text",
+        "_token_ids",
+        "finish_reason",
+        "prompt_length",
+        "seq",
+        "terminal",
+        "token_offset",
+    )
 
     def __init__(self, first: TokenDelta) -> None:
         self.token_offset = first.token_offset
@@ -37,6 +46,7 @@ class Withheld:
         self._logprobs = bytearray()
         self.seq = first.seq
         self.finish_reason: str | None = None
+        self.prompt_length = 0
         self.terminal: Sequence[bytes] | None = None
         """The encoded FINAL, when it has come already."""
         self.add(first)
@@ -56,10 +66,12 @@ class Withheld:
         self._logprobs += delta.logprobs
         self.seq = delta.seq
         self.finish_reason = delta.finish_reason
+        self.prompt_length = delta.prompt_length or self.prompt_length
 
     def merged(self, request_id: bytes) -> TokenDelta:
         ids, text, logprobs = bytes(self._token_ids), bytes(self._text), bytes(self._logprobs)
-        return TokenDelta(request_id, self.seq, self.token_offset, ids, text, self.finish_reason, logprobs)
+        reason, length = self.finish_reason, self.prompt_length
+        return TokenDelta(request_id, self.seq, self.token_offset, ids, text, reason, logprobs, length)
 
 
 def withhold(requests: Requests, request: Request, delta: TokenDelta, now: float) -> None:

@@ -79,9 +79,13 @@ class MessagesAnswer:
         self._writer.finish(is_cut=result.finish_reason == "length")
         return encode(self._message(self._writer.items, self._stop(result), _usage(result)))
 
-    def first(self, index: int) -> bytes:
-        usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end, as message_delta says it
+    def first(self, index: int, prompt_length: int) -> bytes:
+        # How much of it came from the cache is known at the end, as message_delta says it.
+        usage = {"input_tokens": prompt_length, "output_tokens": 0}
         return _events([{"type": "message_start", "message": self._message([], _stop_as(None), usage)}])
+
+    def count(self, index: int, num_tokens: int) -> None:
+        """Usage is told at the end."""
 
     def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
         return _events(self._writer.push(msgspec.json.decode(text)))

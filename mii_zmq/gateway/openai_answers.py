@@ -49,9 +49,11 @@ class CompletionAnswer:
         self._asked = asked
         self._id = f"{self.prefix}-{generations[0].request_id.hex()}"
         self._created = int(time.time())
-        self._more = {"usage": None} if asked.include_usage else {}
+        self._counts: dict[int, list[int]] | None = {} if asked.has_running_usage else None
+        """Prompt and output tokens of each choice so far, where chunks tell them."""
+        self._more = {"usage": None} if asked.include_usage or asked.has_running_usage else {}
         head = encode(self._chunk([])).removesuffix(b"[]}")
-        tail = b',"usage":null}' if asked.include_usage else b"}"
+        tail = b',"usage":null}' if self._more else b"}"
         self._before_index = b'data: %b[{"index":' % head
         self._before_text = b"," + self.opening
         self._after_logprobs = b',"finish_reason":null}]' + tail + b"\n\n"
@@ -73,13 +75,23 @@ class CompletionAnswer:
             }
         )
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, prompt_length: int) -> bytes:
+        # Unknown lengths come from a broker of an earlier version; such a stream tells its usage at the end alone.
+        if self._counts is not None and prompt_length:
+            self._counts[index] = [prompt_length, 0]
         return b""
 
+    def count(self, index: int, num_tokens: int) -> None:
+        if self._counts and index in self._counts:
+            self._counts[index][1] += num_tokens
+
     def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
-        after_text = self._after_text
+        after_text, after_logprobs = self._after_text, self._after_logprobs
+        if self._counts:
+            after_logprobs = b',"finish_reason":null}],' + encode(self._tail(index))[1:] + b"\n\n"
+            after_text = self.closing + b"null" + after_logprobs
         if logprobs:
-            after_text = self.closing + encode(self._writer(index).write(logprobs)) + self._after_logprobs
+            after_text = self.closing + encode(self._writer(index).write(logprobs)) + after_logprobs
         return b"%b%d%b%b%b" % (self._before_index, index, self._before_text, text, after_text)
 
     def last(self, index: int, final: FinalBody) -> bytes:
@@ -110,7 +122,14 @@ class CompletionAnswer:
 
     def _event(self, index: int, content: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
-        return b"data: %b\n\n" % encode(self._chunk([choice], **self._more))
+        return b"data: %b\n\n" % encode(self._chunk([choice], **self._tail(index)))
+
+    def _tail(self, index: int) -> dict[str, Any]:
+        """What a chunk of this choice ends with."""
+        if not self._counts or index not in self._counts:
+            return self._more
+        prompt, output = self._counts[index]
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}}
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
@@ -135,7 +154,8 @@ class ChatAnswer(CompletionAnswer):
         super().__init__(asked, generations, tool_format)
         self._readers = [AnswerReader(asked.tools, tool_format, generation.request_id) for generation in generations]
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, prompt_length: int) -> bytes:
+        super().first(index, prompt_length)
         return self._event(index, {"delta": {"role": "assistant", "content": ""}})
 
     def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:

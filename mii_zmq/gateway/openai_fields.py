@@ -20,6 +20,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
     """Accepted; nothing here is ever padded."""
     continuous_usage_stats: bool | None = None
+    """Every chunk tells the usage so far."""
 
 
 _OLD_CALLS = "the old function calls are not available; send tools"

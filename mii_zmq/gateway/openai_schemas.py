@@ -43,6 +43,7 @@ class OpenAIRequest(CoreRequest):
     """A request for completions or a chat."""
 
     include_usage: bool
+    has_running_usage: bool
     include_reasoning: bool = True
     logprobs: LogprobView
 
@@ -123,9 +124,6 @@ def _request(
     options: StreamOptions = values.get("stream_options", StreamOptions())
     if "stream_options" in values and not stream:
         raise InvalidRequest("stream_options is only for requests with stream true", param="stream_options")
-    if options.continuous_usage_stats:
-        where = "stream_options.continuous_usage_stats"
-        raise InvalidRequest(f"{where} is not supported: the usage is known at the end", param=where)
     params = {"temperature": 1.0, "top_p": 1.0, "skip_special_tokens": True, **parsed.params(rules)}
     params |= {"max_new_tokens": values.get(limit, default_tokens), **shared_params(values)}
     view = replace(
@@ -151,6 +149,7 @@ def _request(
         names=names,
         tools=tools.use,
         include_usage=bool(options.include_usage),
+        has_running_usage=bool(options.continuous_usage_stats),
         include_reasoning=values.get("include_reasoning", True),
         logprobs=view,
     )

@@ -130,10 +130,13 @@ class ResponsesAnswer:
         self._finish(results[0])
         return encode(self._response(results[0]))
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, prompt_length: int) -> bytes:
         response = self._response(None)
         kinds = ("response.created", "response.in_progress")
         return self._events([{"type": kind, "response": response} for kind in kinds])
+
+    def count(self, index: int, num_tokens: int) -> None:
+        """Usage is told at the end."""
 
     def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
         return self._events(self._push(msgspec.json.decode(text), logprobs))

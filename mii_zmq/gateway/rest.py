@@ -134,8 +134,11 @@ class MiiEvents:
     def __init__(self, logprobs: LogprobView) -> None:
         self._logprobs = logprobs
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, prompt_length: int) -> bytes:
         return b""
+
+    def count(self, index: int, num_tokens: int) -> None:
+        """Usage is told at the end."""
 
     def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
         more = b""

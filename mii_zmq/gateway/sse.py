@@ -47,8 +47,11 @@ class ReaderGone(ConnectionError):
 class EventFormat(Protocol):
     """One door's events, each complete with `data: ` and the empty line."""
 
-    def first(self, index: int) -> bytes:
-        """Before the first text of choice `index`; may be empty."""
+    def first(self, index: int, prompt_length: int) -> bytes:
+        """Before the first text of choice `index`; may be empty. `prompt_length` is 0 where it is not known yet."""
+
+    def count(self, index: int, num_tokens: int) -> None:
+        """So many tokens of choice `index` have arrived; their text, if any, is written next."""
 
     def delta(self, index: int, text: bytes, logprobs: bytes = b"") -> bytes:
         """`text` is a JSON string, quotes included; `logprobs` are the delta's records (mii_zmq.logprobs), if any."""
@@ -149,10 +152,13 @@ async def _send_deltas(
             parts = []
             if not has_begun[index]:
                 has_begun[index] = True
-                parts.append(events.first(index))
+                begin = deltas[0] if deltas else final_of(generations[index])
+                parts.append(events.first(index, begin.prompt_length))
             num_tokens = 0
             for delta in deltas:
-                num_tokens += len(delta.token_ids) // 4
+                num_of_delta = len(delta.token_ids) // 4
+                num_tokens += num_of_delta
+                events.count(index, num_of_delta)
                 budget.spend(len(delta.logprobs))
                 if delta.text or delta.logprobs:
                     parts.append(events.delta(index, encode(delta.text.decode()), delta.logprobs))

@@ -62,6 +62,8 @@ class ActiveRequest:
     _processor: OutputProcessor | None = None
     _records: RecordWriter | None = None
     """Of a request that asked for log-probabilities."""
+    _has_told_length: bool = False
+    """The client has a row that says how long its prompt is."""
     _num_delivered: int = 0
     """Output tokens that the client has, resumed ones included."""
     _held_ids: list[int] = field(default_factory=list)
@@ -165,7 +167,11 @@ class ActiveRequest:
         held = self._held_ids
         ids = held[0].to_bytes(4, "little") if len(held) == 1 else ids_to_bytes(held)
         logprobs = b"" if self._records is None else self._records.take()
-        delta = TokenDelta(self.request_id, self.next_seq, self._num_delivered, ids, text.encode(), reason, logprobs)
+        length = 0 if self._has_told_length else self.prompt_length
+        self._has_told_length = True
+        delta = TokenDelta(
+            self.request_id, self.next_seq, self._num_delivered, ids, text.encode(), reason, logprobs, length
+        )
         self.next_seq += 1
         self._num_delivered += len(held)
         held.clear()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with log-probabilities: forwarded, split, merged, and never twice when a request changes groups."""
+"""Rows with log-probabilities and lengths of prompts: forwarded, split, merged, and never twice when a request changes
+groups."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from tests.broker.bench import Bench, packed, request_id, row
 
 
 def measured(number: int, seq: int, text: str = "x") -> TokenDelta:
-    """A row whose record names its token."""
+    """A row whose record names its token; the first one of a group also tells the length of the prompt."""
     record = Record(False, Entry(seq, 1, -0.5, text.encode()), ())
-    return row(number, seq, [seq], text)._replace(logprobs=encode_records([record]))
+    length = 10 * number if seq == 0 else 0
+    return row(number, seq, [seq], text)._replace(logprobs=encode_records([record]), prompt_length=length)
 
 
 def received(bench: Bench, name: str, number: int) -> list[TokenDelta]:
@@ -76,6 +78,9 @@ def test_whatever_happens_to_rows_they_keep_their_records(batch: bool, credit: i
     check(received(bench, "c", 1), seqs[1])
     check(received(bench, "d", 3), seqs[3])
     assert all(delta.logprobs == b"" for delta in received(bench, "c", 2))
+    for name, number in (("c", 1), ("d", 3)):
+        lengths = [delta.prompt_length for delta in received(bench, name, number)]
+        assert lengths == [10 * number, *(0 for _ in lengths[1:])][: len(lengths)]
 
 
 def test_a_request_that_changes_groups_gets_every_record_once() -> None:

@@ -36,6 +36,7 @@ class FakeGeneration:
         self.priority = priority
         self.deadline_s = deadline_s
         self.final: FinalBody | None = None
+        self.says_prompt_length = True
         self.is_cancelled = asyncio.Event()
         self.texts: list[str] = []
         self.logprobs = b""
@@ -56,7 +57,9 @@ class FakeGeneration:
             offset = len(self.texts)
             self.texts.append(text)
             token_ids = array("i", [offset]).tobytes()
-            self._deltas.append(TokenDelta(self.request_id, offset, offset, token_ids, text.encode(), None, logprobs))
+            length = self.prompt_length if offset == 0 and self.says_prompt_length else 0
+            row = TokenDelta(self.request_id, offset, offset, token_ids, text.encode(), None, logprobs, length)
+            self._deltas.append(row)
             self.logprobs += logprobs
         self._changed.set()
 
@@ -141,6 +144,8 @@ class FakeClient:
         self.is_connected = False
         self.is_closed = False
         self.has_broker = True
+        self.says_prompt_length = True
+        """As brokers of earlier versions do not."""
         self.tool_format: str | None = None
         self.offers_grammars = True
         self.reasons = False
@@ -168,6 +173,7 @@ class FakeClient:
             raise BrokerUnavailable("no broker answers; is it running?", retry_after_ms=1000)
         generation = FakeGeneration(deployment, body, stream, tenant, priority, deadline_s)
         generation.name, generation.trace = name, trace
+        generation.says_prompt_length = self.says_prompt_length
         self.sent.append(generation)
         self._new.put_nowait(generation)
         if deployment in self.deployments:

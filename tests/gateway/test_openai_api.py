@@ -92,6 +92,41 @@ async def test_chat_stream(http: aiohttp.ClientSession, broker: FakeClient) -> N
     ]
 
 
+async def test_chunks_tell_the_usage_so_far(http: aiohttp.ClientSession, broker: FakeClient) -> None:
+    broker.answer = cached
+    for include_usage in (False, True):
+        options = {"continuous_usage_stats": True, "include_usage": include_usage}
+        async with http.post(
+            "/v1/chat/completions", json={**CHAT, "stream": True, "stream_options": options}
+        ) as response:
+            chunks = await read_chunks(response)
+        if include_usage:
+            assert chunks.pop()["choices"] == []
+        assert [chunk["usage"] for chunk in chunks] == [
+            {"prompt_tokens": 2, "completion_tokens": count, "total_tokens": 2 + count} for count in (0, 1, 2, 3)
+        ]
+
+
+async def test_usage_so_far_is_of_each_choice(http: aiohttp.ClientSession, broker: FakeClient) -> None:
+    body = {"model": "fake", "prompt": ["a b c", "d"], "stream": True, "logprobs": 0}
+    async with http.post("/v1/completions", json={**body, "stream_options": {"continuous_usage_stats": True}}) as found:
+        chunks = await read_chunks(found)
+    for index, prompt in ((0, 3), (1, 1)):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        counts = [*range(1, prompt + 1), prompt]
+        assert [usage["completion_tokens"] for usage in usages] == counts
+        assert {usage["prompt_tokens"] for usage in usages} == {prompt}
+
+
+async def test_usage_so_far_where_the_prompt_is_not_counted(http: aiohttp.ClientSession, broker: FakeClient) -> None:
+    broker.says_prompt_length = False
+    body = {**TEXT, "stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
+    async with http.post("/v1/completions", json=body) as response:
+        *chunks, last = await read_chunks(response)
+    assert [chunk["usage"] for chunk in chunks] == [None] * 3
+    assert last["usage"]["total_tokens"] == 4
+
+
 async def test_completion_stream_of_two_choices(http: aiohttp.ClientSession) -> None:
     async with http.post("/v1/completions", json={**TEXT, "stream": True, "n": 2}) as response:
         chunks = await read_chunks(response)
@@ -240,9 +275,7 @@ def test_every_field_of_the_table(rules: dict[str, Any], is_chat: bool) -> None:
     [
         {"logprob_token_ids": [1]}, {"logprobs": 1}, {"top_logprobs": 21, "logprobs": True}, {"top_logprobs": 2},
         {"response_format": {"type": "json_schema"}},
-        {"functions": [{}]}, {"best_of": 2},
-        {"stream_options": {"include_usage": True}},
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        {"functions": [{}]}, {"best_of": 2}, {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": {"colour": 1}}, {"echo": True}, {"priority": 2**40},
     ],
 )  # fmt: skip

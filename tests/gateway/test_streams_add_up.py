@@ -121,7 +121,7 @@ def test_the_events_add_up_to_the_body(
     facts: dict[str, Any] = {"finish_reason": reason, "prompt_length": 1, "generated_length": len(text)}
     body = json.loads(make().body([Completion(text=text, token_ids=[], num_cached_tokens=0, **facts)]))
     answer, final = make(), FinalBody(**facts)
-    stream = answer.first(0)
+    stream = answer.first(0, 1)
     for at in range(0, len(text), size):
         stream += answer.delta(0, msgspec.json.encode(text[at : at + size]))
     stream += answer.last(0, final) + answer.end([final])

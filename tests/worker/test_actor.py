@@ -37,6 +37,7 @@ async def test_each_token_becomes_one_row_and_final_follows(harness: Harness) ->
         (2, 2, b"c", "length"),
     ]
     assert all(d.request_id == request_id for d in deltas)
+    assert [d.prompt_length for d in deltas] == [5, 0, 0]
     final = await harness.link.take(Verb.FINAL)
     assert final.request_id == request_id
     assert final.header["finish_reason"] == "length"

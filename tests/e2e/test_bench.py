@@ -26,9 +26,9 @@ def client() -> Iterator[mii.MIIClient]:
 
 
 def documented_commands(url: str) -> list[list[str]]:
-    """The arguments of every `bench` in the page's bash blocks, but for those marked GPU."""
+    """The arguments of every `bench` in the page's bash blocks, but for those marked `gpu`."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks if not block.startswith("# GPU") for line in block.splitlines()]
+    lines = [line for block in blocks for line in block.splitlines()]
     commands = [line.replace("http://HOST:PORT", url).replace("NAME", "d") for line in lines if "mii_zmq bench" in line]
     return [shlex.split(command)[3:] for command in commands]
 

@@ -3,8 +3,8 @@
 
     locust --locustfile docs/locustfile.py --host http://localhost:28080 --headless --users 4 --run-time 30s
 
-Beside locust's own table of whole requests, streams report `first token` and `tokens` (time per output token, out of
-the usage that the server tells). The model is the first that is served, or what MODEL names.
+Of a stream, locust's own figure is the time until its headers come; `first token`, `last token` and `time per output
+token` (by the usage that the server tells) stand beside it. The model is the first that is served, or what MODEL names.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Reader(HttpUser):
                 response.failure("a stream without text or usage")
         if usage and first:
             self.report("first token", first - begin)
+            self.report("last token", last - begin)
             if usage["completion_tokens"] > 1:
                 self.report("time per output token", (last - first) / (usage["completion_tokens"] - 1))
 

@@ -115,7 +115,6 @@ class Reader:
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "PYTHON": sys.executable,  # for the scripts: nothing is installed
             "CURL_HOME": str(self.directory),
-            "HF_HUB_OFFLINE": "1",
             **self.environment,
         }
 

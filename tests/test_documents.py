@@ -128,7 +128,7 @@ def test_blocks(block: Block, site: tuple[str, str, str], tmp_path: Path, reques
         pytest.importorskip(EXTRAS[mark])
     if block.page == "loading.md":
         request.getfixturevalue("checkpoints")
-    own_site = re.search(r"serve|scripts/|mii_zmq\.(broker|gateway)", block.text) is not None
+    own_site = re.search(r"(mii_zmq |mii\.)serve\b|scripts/|mii_zmq\.(broker|gateway)", block.text) is not None
     environment = {} if own_site else {"MII_ZMQ_RUN_DIR": run_directory, "MODEL": NAME}
 
     def substitute(text: str) -> str:
@@ -138,6 +138,9 @@ def test_blocks(block: Block, site: tuple[str, str, str], tmp_path: Path, reques
         text = text.replace("enable_restful_api=True", "enable_restful_api=True, restful_api_port=0")
         text = re.sub(r"^(scripts/test( full)?)( .*)?$", r"\1 tests/test_errors.py\3", text, flags=re.M)
         text = text.replace("fuzz_doors.py --minutes 5", "fuzz_doors.py --minutes 0.2")
+        text = text.replace("--run-time 20s", "--run-time 3s")
+        if "TOKENIZER" in text:
+            text = text.replace("TOKENIZER", str(request.getfixturevalue("tiny_model")))
         text = re.sub(r"\b(DIR|OUT)\b", rf"{tmp_path}/\1", text)
         if own_site:
             return own_ports(text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -101,6 +102,17 @@ async def scripted() -> AsyncIterator[str]:
     yield f"http://{host}:{port}"
     await door.close()
     await runner.cleanup()
+
+
+async def test_the_documented_example(node: Path, scripted: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "endpoints.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```javascript\n(.*?)```", page, re.DOTALL)
+    text = example.replace("http://localhost:28080", scripted).replace("MODEL", "fake").replace("Hi!", "BUSY")
+    (node / "example.mjs").write_text(text)
+    process = await asyncio.create_subprocess_exec("node", "example.mjs", cwd=node, stdout=subprocess.PIPE)
+    async with asyncio.timeout(60):
+        output, _ = await process.communicate()
+    assert (process.returncode, output) == (0, b"At last.")
 
 
 async def test_against_scripted_answers(node: Path, scripted: str) -> None:

@@ -106,6 +106,11 @@ def tool_format_of(tokenizer: TextTokenizer) -> str | None:
     return next((tool_format for mark, tool_format in _TOOL_MARKS if mark in source), None)
 
 
+def reasons(tokenizer: TextTokenizer) -> bool:
+    """Whether its answers may begin with <think>, by what its templates speak of."""
+    return "<think>" in f"{tokenizer.tool_chat_template or ''}{tokenizer.chat_template or ''}"
+
+
 def template_problem(tokenizer: TextTokenizer) -> str | None:
     """What is wrong with the checkpoint's templates, for the operator's log; chats are refused, prompts work."""
     for source in (tokenizer.chat_template, tokenizer.tool_chat_template):

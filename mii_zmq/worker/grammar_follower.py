@@ -59,7 +59,7 @@ class GrammarFollower:
         limits: SequenceLimits,
         token_ids: Sequence[int] = (),
     ) -> None:
-        """Raises InvalidRequest when `token_ids`, the output so far, does not follow the grammar."""
+        """Raises InvalidRequest when `limits.lead` and `token_ids`, the output so far, do not follow the grammar."""
         size = vocabulary.size
         stops = sorted({token_id for token_id in limits.stop_token_ids if 0 <= token_id < size})
         self._end_id = vocabulary.end_id
@@ -75,6 +75,12 @@ class GrammarFollower:
         self._min_new_tokens = limits.min_new_tokens
         self._history = list(limits.prompt_tail)
         self._num_prompt = len(self._history)
+        if limits.lead and not self._matcher.accept_string(limits.lead):
+            raise InvalidRequest(
+                f"structured_output: the chat template begins the answer with {limits.lead.strip()!r}, which this "
+                "grammar does not allow; let it begin with a block of reasoning, or tell the template not to reason",
+                param="structured_output",
+            )
         for token_id in token_ids:
             if not self._accept(token_id):
                 raise InvalidRequest(

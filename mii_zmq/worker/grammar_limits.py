@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.tokenizer import TextTokenizer
-from mii_zmq.worker.grammar_schema import check_schema
+from mii_zmq.worker.grammar_schema import check_schema, check_tag
 from mii_zmq.worker.plan import EngineLimits, SequenceRequest
 
 
@@ -24,6 +24,8 @@ class SequenceLimits:
     bad_words: list[list[int]] = field(default_factory=list)
     prompt_tail: list[int] = field(default_factory=list)
     """The end of the prompt, as far as bad words can begin in it."""
+    lead: str = ""
+    """Text that the grammar reads before the first token."""
 
     @classmethod
     def of(cls, request: SequenceRequest) -> SequenceLimits:
@@ -35,6 +37,7 @@ class SequenceLimits:
             allowed_token_ids=list(sampling.allowed_token_ids),
             bad_words=[list(word) for word in sampling.bad_words],
             prompt_tail=request.prompt_token_ids[-num_tail:] if num_tail else [],
+            lead=request.grammar_lead,
         )
 
 
@@ -56,4 +59,6 @@ def grammar_of(tokenizer: TextTokenizer, limits: EngineLimits, params: SamplingP
         raise InvalidRequest(f"structured_output: {problem}", param="structured_output")
     if wanted.kind == "json_schema":
         check_schema(json.loads(wanted.value))
+    elif wanted.kind == "structural_tag":
+        check_tag(json.loads(wanted.value))
     return wanted.kind, wanted.value

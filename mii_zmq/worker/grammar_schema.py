@@ -44,6 +44,15 @@ def check_schema(schema: Any) -> None:
     _check(schema, "")
 
 
+def check_tag(tag: Any) -> None:
+    """The same for every schema of a structural tag, at whatever depth. Raises InvalidRequest."""
+    if isinstance(tag, dict) and tag.get("type") == "json_schema":
+        check_schema(tag.get("json_schema", True))
+    elif isinstance(tag, (dict, list)):
+        for part in tag.values() if isinstance(tag, dict) else tag:
+            check_tag(part)
+
+
 def _check(schema: Any, path: str) -> None:
     if isinstance(schema, bool):
         return

@@ -29,7 +29,7 @@ from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.tracing import start_tracing
 from mii_zmq.worker.actor import Actor
 from mii_zmq.worker.broker_link import BrokerLink
-from mii_zmq.worker.chat_template import template_problem, tool_format_of
+from mii_zmq.worker.chat_template import reasons, template_problem, tool_format_of
 from mii_zmq.worker.engine_channel import EngineReady, FromEngine, ModelResolved, Progress, StepReport
 from mii_zmq.worker.engine_handle import EngineHandle
 from mii_zmq.worker.intake import Intake
@@ -131,6 +131,7 @@ class WorkerGroup:
                 "max_sequences": limits.max_sequences,
                 "kv_tokens": limits.num_blocks * limits.block_size,
                 "tool_format": tool_format_of(tokenizer),
+                "reasoning": reasons(tokenizer),
                 **ready.info,
                 **({"structured_output": []} if tokenizer.token_bytes is None else {}),
             },

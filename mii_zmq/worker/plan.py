@@ -103,6 +103,8 @@ class SequenceRequest:
     grammar: tuple[str, str] | None = None
     """Kind and text of the grammar that the output follows (`structured_output.StructuredOutput`), with
     `SamplingSpec.is_masked`."""
+    grammar_lead: str = ""
+    """Text that the grammar reads before the first output token: what of the prompt counts as the answer's."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)

@@ -93,6 +93,7 @@ def build_sequence(
         )
     if params.prompt_logprobs is not None:
         check_prompt_entries(len(prompt_token_ids), params.prompt_logprobs)
+    lead = open_reasoning(prompt_text) if prompt.return_reasoning_start and prompt_text is not None else ""
     sequence = SequenceRequest(
         seq_id=seq_id,
         prompt_token_ids=prompt_token_ids,
@@ -105,8 +106,8 @@ def build_sequence(
         cache_salt=cache_salt,
         score_prompt=score_prompt and params.prompt_logprobs is not None,
         grammar=grammar_of(tokenizer, limits, params),
+        grammar_lead="" if params.structured_output is None else lead,
     )
-    lead = open_reasoning(prompt_text) if prompt.return_reasoning_start and prompt_text is not None else ""
     return PreparedSequence(sequence, params, prompt_text, tokenizer, lead)
 
 

@@ -11,6 +11,7 @@ from mii_zmq.worker.chat_messages import check_messages
 from mii_zmq.worker.chat_template import (
     MAX_RENDERED_CHARS,
     open_reasoning,
+    reasons,
     render_chat,
     template_problem,
     tool_format_of,
@@ -208,6 +209,11 @@ def test_the_last_message_can_be_continued() -> None:
 )  # fmt: skip
 def test_how_a_model_writes_calls(template: str | None, tool_format: str | None) -> None:
     assert tool_format_of(with_template(template)) == tool_format
+
+
+def test_templates_that_speak_of_reasoning() -> None:
+    assert reasons(with_template("{% if enable_thinking %}<think>{% endif %}"))
+    assert not reasons(with_template("{{ messages }}"))
 
 
 @pytest.mark.parametrize(

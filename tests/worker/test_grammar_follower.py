@@ -66,6 +66,21 @@ def allowed(follower: GrammarFollower) -> set[int] | None:
     return {token_id for token_id in range(8 * len(mask)) if mask[token_id // 8] >> (token_id % 8) & 1}
 
 
+def test_text_of_the_prompt_is_read_first() -> None:
+    think = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+    form = {
+        "type": "sequence",
+        "elements": [{"type": "optional", "content": think}, {"type": "const_string", "value": "x"}],
+    }
+    tag = json.dumps({"type": "structural_tag", "format": form})
+    assert allowed(follow("structural_tag", tag)) == chars("<x")
+    opened = SequenceLimits(stop_token_ids=[EOS], lead="<think>\n")
+    assert len(allowed(follow("structural_tag", tag, opened)) or ()) > 200
+    assert allowed(follow("structural_tag", tag, opened, b"hm</think>")) == chars("x")
+    with pytest.raises(InvalidRequest, match="'<think>'"):
+        follow("regex", "a", opened)
+
+
 def chars(text: str) -> set[int]:
     return set(text.encode())
 

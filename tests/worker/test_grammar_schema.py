@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mii_zmq.errors import InvalidRequest
-from mii_zmq.worker.grammar_schema import check_schema
+from mii_zmq.worker.grammar_schema import check_schema, check_tag
 
 ACCEPTED: list[Any] = [
     True,
@@ -68,3 +68,14 @@ def test_what_cannot_is_refused_by_name(schema: Any, reason: str):
         check_schema(schema)
     assert caught.value.param == "structured_output"
     assert caught.value.message.startswith("structured_output: json_schema: ")
+
+
+def test_schemas_within_structural_tags_are_checked() -> None:
+    def tag(schema: object) -> object:
+        call = {"type": "tag", "begin": "a", "content": {"type": "json_schema", "json_schema": schema}, "end": "b"}
+        rules = [["x", {"type": "or", "elements": [call]}]]
+        return {"type": "structural_tag", "format": {"type": "dispatch", "rules": rules}}
+
+    check_tag(tag({"type": "object", "properties": {"type": {"const": "json_schema"}}}))
+    with pytest.raises(InvalidRequest, match="not cannot be enforced"):
+        check_tag(tag({"not": {}}))

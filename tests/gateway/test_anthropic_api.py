@@ -106,6 +106,7 @@ async def test_a_stream_adds_up_to_the_body(
     async with http.post(PATH, json={**TOOLS, "stream": True}) as response:
         start, *events, end, stop = await read_named_events(response)
     assert (start["type"], end["type"], stop["type"]) == ("message_start", "message_delta", "message_stop")
+    assert start["message"]["usage"]["input_tokens"] == broker.sent[-1].prompt_length > 0
     assert start["message"]["content"] == []
     assert end["delta"] == {"stop_reason": expected[0], "stop_sequence": expected[1]}
     assert end["usage"] == body["usage"]

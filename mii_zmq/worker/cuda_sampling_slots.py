@@ -113,9 +113,9 @@ class SamplingSlots:
     def set_masks(self, masks: Mapping[int, bytes]) -> None:
         """What rows of slots with a grammar may draw (`StepPlan.masks`), from the next launch on: one asynchronous copy
         from pinned memory, and no kernel of a graph's."""
-        rows = np.empty((len(masks), self._mask_words), dtype=np.int32)
-        for row, (slot, mask) in zip(rows, masks.items(), strict=True):
-            row[:] = np.frombuffer(mask, dtype=np.int32)
+        packed = bytearray().join(masks.values())
+        rows = np.frombuffer(packed, dtype=np.int32).reshape(len(masks), self._mask_words)
+        for row, slot in zip(rows, masks, strict=True):
             if slot in self._allowed:
                 row &= self._allowed[slot]
         index = torch.tensor(list(masks), dtype=torch.int64)

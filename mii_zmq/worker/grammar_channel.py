@@ -5,19 +5,21 @@ A message is its length in four bytes and one msgpack value `[kind, ...]`. The e
 socket does not take now is kept, and sent when it has room. Both ends are always of the same version, so nothing is
 negotiated; a message that does not decode is a bug (`ProtocolError`). Knows nothing of what the messages mean.
 
-| to the grammar process | meaning |
-|---|---|
-| `open`, seq_id, grammar kind, its text, `SequenceLimits` as a map, output tokens so far | follow this sequence |
-| `advance`, [[seq_id, newest output token], ...] | they go on |
-| `close`, [seq_id, ...] | they have ended |
-| `ping` | answered by `pong`, when all before it is done |
+To the grammar process:
 
-| from the grammar process | meaning |
-|---|---|
-| `ready` | tokenizer and library are loaded |
-| `masks`, [[seq_id, number of output tokens, mask or nil], ...] | what may come next; nil: the output is complete |
-| `failed`, seq_id, error as `MiiError.to_wire` | this sequence cannot go on |
-| `pong` | |
+- `open`, seq_id, row of the `MaskTable` or nil, kind and text of the grammar, `SequenceLimits` as a map, output tokens so
+  far: follow this sequence
+- `advance`, [[seq_id, newest output token], ...]
+- `close`, [seq_id, ...]: they have ended
+- `ping`: answered by `pong`, when all before it is done
+
+From it:
+
+- `ready`: tokenizer and library are loaded
+- `masks`, [[seq_id, number of output tokens, mask], ...]: what may come next. True: it is in the sequence's row; bytes:
+  itself, where there is no row; nil: the output is complete
+- `failed`, seq_id, error as `MiiError.to_wire`: this sequence cannot go on
+- `pong`
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from __future__ import annotations
 import select
 import socket
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -80,7 +81,7 @@ class GrammarChannel:
                 return
             del self._unsent[:sent]
 
-    def receive(self) -> Iterator[list[Any]]:
+    def receive(self) -> list[list[Any]]:
         """The messages that are there.
 
         Raises:
@@ -96,6 +97,7 @@ class GrammarChannel:
             if not data:
                 self.is_closed = True
             self._received += data
+        messages = []
         begin, end = 0, len(self._received)
         while end - begin >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, begin)
@@ -104,8 +106,9 @@ class GrammarChannel:
             if end - begin - _LENGTH.size < length:
                 break
             begin += _LENGTH.size + length
-            yield _decode(bytes(self._received[begin - length : begin]))
+            messages.append(_decode(bytes(self._received[begin - length : begin])))
         del self._received[:begin]
+        return messages
 
     def close(self) -> None:
         self._socket.close()

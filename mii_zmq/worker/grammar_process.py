@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import mmap
 import os
 import re
 import select
@@ -33,6 +32,7 @@ from mii_zmq.worker.grammar_channel import GrammarChannel
 from mii_zmq.worker.grammar_compiler import MIB, Compilation, refusal
 from mii_zmq.worker.grammar_follower import GrammarFollower, Vocabulary
 from mii_zmq.worker.grammar_limits import SequenceLimits
+from mii_zmq.worker.mask_table import NOBODY, MaskTable
 
 MAX_COMPILATIONS = 2
 """At the same time; others wait in line."""
@@ -41,12 +41,12 @@ MAX_REFUSALS = 256
 SLOW_TOKEN_S = 0.1
 """Processor time for one token of one sequence."""
 MAX_SLOW_TOKENS = 5
-NOBODY = 0
 
 log = logging.getLogger("mii_zmq.worker.grammar")
 
 Key = tuple[str, str]
 """A grammar's kind and text."""
+_Answer = tuple[int, int, bytes | bool | None]
 TextForm = Literal["json", "text", "marked"]
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0B-\x1F]")
@@ -54,6 +54,8 @@ _CONTROL = re.compile(rb"[\x00-\x09\x0B-\x1F]")
 
 @dataclass(slots=True)
 class _Followed:
+    row: int | None
+    """Of the table of masks."""
     key: Key
     limits: SequenceLimits
     token_ids: list[int]
@@ -103,12 +105,12 @@ class GrammarHost:
         channel: GrammarChannel,
         tokenizer: TextTokenizer,
         options: argparse.Namespace,
-        current: mmap.mmap | None = None,
+        table: MaskTable,
     ) -> None:
         """`options`: those of `main`."""
         self._channel = channel
         self._options = options
-        self._current = current
+        self._table = table
         self._spellings = spellings(tokenizer, options.vocab_size, options.eos)
         self._vocabularies: dict[TextForm, Vocabulary] = {}
         self._cache = GrammarCache(options.cache_mb * MIB)
@@ -139,8 +141,8 @@ class GrammarHost:
     def _obey(self, message: list[Any]) -> None:
         kind, *values = message
         if kind == "open":
-            seq_id, grammar_kind, text, limits, token_ids = values
-            self._open(seq_id, _Followed((grammar_kind, text), SequenceLimits(**limits), token_ids))
+            seq_id, row, grammar_kind, text, limits, token_ids = values
+            self._open(seq_id, _Followed(row, (grammar_kind, text), SequenceLimits(**limits), token_ids))
         elif kind == "advance":
             answers = [self._advance(seq_id, token_id) for seq_id, token_id in values[0]]
             self._channel.send("masks", [answer for answer in answers if answer is not None])
@@ -165,34 +167,41 @@ class GrammarHost:
         if isinstance(found, MiiError):
             self._fail(seq_id, found)
             return
-        self._note(seq_id)
+        self._table.note(seq_id)
         try:
             vocabulary = self._vocabulary(followed.key[0])
             followed.follower = GrammarFollower(found, vocabulary, followed.limits, followed.token_ids)
-            answer = (seq_id, followed.follower.num_output_tokens, followed.follower.next_mask())
+            answer = self._answer(seq_id, followed, followed.follower)
         except Exception as error:  # noqa: BLE001
             self._fail(seq_id, error)
         else:
             self._channel.send("masks", [answer])
-        self._note(NOBODY)
+        self._table.note(NOBODY)
 
-    def _advance(self, seq_id: int, token_id: int) -> tuple[int, int, bytes | None] | None:
+    def _answer(self, seq_id: int, followed: _Followed, follower: GrammarFollower) -> _Answer:
+        mask = follower.next_mask()
+        if mask is None or followed.row is None:
+            return seq_id, follower.num_output_tokens, mask
+        self._table.write(followed.row, mask)
+        return seq_id, follower.num_output_tokens, True
+
+    def _advance(self, seq_id: int, token_id: int) -> _Answer | None:
         followed = self._sequences.get(seq_id)
         if followed is None or followed.follower is None:
             return None
-        self._note(seq_id)
+        self._table.note(seq_id)
         try:
             started = time.thread_time()
             followed.follower.accept(token_id)
-            mask = followed.follower.next_mask()
+            answer = self._answer(seq_id, followed, followed.follower)
             if time.thread_time() - started > self._options.slow_token_s:
                 self._note_slow(followed)
-            return seq_id, followed.follower.num_output_tokens, mask
+            return answer
         except Exception as error:  # noqa: BLE001
             self._fail(seq_id, error)
             return None
         finally:
-            self._note(NOBODY)
+            self._table.note(NOBODY)
 
     def _note_slow(self, followed: _Followed) -> None:
         """Grammars that can be read in many ways take longer with every token, and all sequences wait for that."""
@@ -237,10 +246,6 @@ class GrammarHost:
         self._sequences.pop(seq_id, None)
         self._channel.send("failed", seq_id, error.to_wire())
 
-    def _note(self, seq_id: int) -> None:
-        if self._current is not None:
-            self._current[:8] = seq_id.to_bytes(8, "little")
-
     def _vocabulary(self, kind: str) -> Vocabulary:
         form = text_form(kind)
         if form not in self._vocabularies:
@@ -282,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="mii_zmq.worker.grammar_process", description="Grammars of an engine.")
     parser.add_argument("--channel-fd", required=True, type=int, help="our end of the engine's pair of sockets")
-    parser.add_argument("--current-fd", required=True, type=int, help="memory to note the current sequence in")
+    parser.add_argument("--memory-fd", required=True, type=int, help="memory for the table of masks")
     parser.add_argument("--tokenizer", required=True, help="directory of the model's tokenizer")
     parser.add_argument("--vocab-size", required=True, type=int, help="width of the model's logits")
     parser.add_argument("--eos", type=int, nargs="*", default=[], help="the model's end-of-sequence ids")
@@ -298,7 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ChildLink.from_arguments(options)
     channel = GrammarChannel(socket.socket(fileno=options.channel_fd))
     try:
-        host = GrammarHost(channel, load_tokenizer(options.tokenizer), options, mmap.mmap(options.current_fd, 8))
+        table = MaskTable(options.memory_fd, options.vocab_size)
+        host = GrammarHost(channel, load_tokenizer(options.tokenizer), options, table)
         channel.send("ready")
         host.run()
     except Exception:

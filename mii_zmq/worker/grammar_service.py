@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from mii_zmq.process import Child, describe_exit, spawn
 from mii_zmq.worker.core import MaskEvent
 from mii_zmq.worker.grammar_channel import GrammarChannel, socket_pair
 from mii_zmq.worker.grammar_limits import SequenceLimits
+from mii_zmq.worker.mask_table import MAX_ROWS, NOBODY, MaskTable, make_memory
 from mii_zmq.worker.plan import EngineLimits, SequenceRequest
 
 MODULE = "mii_zmq.worker.grammar_process"
@@ -46,27 +46,33 @@ class _Open:
     is_asked: bool = True
     """A mask, or an error, is due."""
     num_deaths: int = 0
+    row: int | None = None
+    """Of the table of masks; None: there were too many sequences."""
 
 
 class GrammarProcessService:
     """At most one process at a time."""
 
     def __init__(
-        self, arguments: Sequence[str], *, module: str = MODULE, hang_s: float = HANG_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, vocab_size: int, arguments: Sequence[str], *, module: str = MODULE, hang_s: float = HANG_S,
+        max_rows: int = MAX_ROWS, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`arguments`: the process's command line, without what belongs to one process."""
+        """`arguments`: the rest of the process's command line. `max_rows`: sequences whose masks come through shared
+        memory, others' in messages."""
         self._arguments, self._module, self._hang_s, self._clock = list(arguments), module, hang_s, clock
+        self._vocab_size, self._max_rows = vocab_size, max_rows
         self._open: dict[int, _Open] = {}
         self._child: Child | None = None
         self._channel: GrammarChannel | None = None
-        self._current: mmap.mmap | None = None
+        self._table: MaskTable | None = None
+        self._free_rows: list[int] = []
         self._is_ready = False
         self._silent_s = self._watched_at = self._pinged_at = 0.0
         self._num_starts = 0
         """Since the last mask."""
         self._advances: list[tuple[int, int]] = []
-        self._closes: list[int] = []
+        self._closes: list[tuple[int, int | None]] = []
+        """Ids and rows, which are free when the process has been told."""
         self._events: list[MaskEvent] = []
 
     @property
@@ -89,8 +95,9 @@ class GrammarProcessService:
             self._advances.append((seq_id, token_id))
 
     def close(self, seq_id: int) -> None:
-        if self._open.pop(seq_id, None) is not None:
-            self._closes.append(seq_id)
+        opened = self._open.pop(seq_id, None)
+        if opened is not None:
+            self._closes.append((seq_id, opened.row))
 
     def poll(self) -> list[MaskEvent]:
         if self._channel is not None:
@@ -119,12 +126,13 @@ class GrammarProcessService:
         self._num_starts += 1
         self._is_ready = False
         ours, theirs = socket_pair()
-        memory_fd = os.memfd_create("mii_zmq-grammar", os.MFD_CLOEXEC)
+        memory_fd = make_memory(self._vocab_size)
         try:
-            os.ftruncate(memory_fd, mmap.PAGESIZE)
-            self._current = mmap.mmap(memory_fd, mmap.PAGESIZE)
+            self._table = MaskTable(memory_fd, self._vocab_size)
             self._channel = GrammarChannel(ours)
-            own = [f"--channel-fd={theirs.fileno()}", f"--current-fd={memory_fd}"]
+            own = [
+                f"--channel-fd={theirs.fileno()}", f"--memory-fd={memory_fd}", f"--vocab-size={self._vocab_size}"
+            ]  # fmt: skip
             self._child = spawn(
                 self._module, [*own, *self._arguments], "grammars", pass_fds=(theirs.fileno(), memory_fd)
             )
@@ -137,6 +145,7 @@ class GrammarProcessService:
         self._silent_s, self._watched_at = 0.0, self._clock()
         self._advances.clear()
         self._closes.clear()
+        self._free_rows = list(range(self._max_rows - 1, -1, -1))
         for opened in self._open.values():
             opened.is_asked = True
             self._send_open(opened)
@@ -147,14 +156,17 @@ class GrammarProcessService:
         assert request.grammar is not None
         limits = asdict(SequenceLimits.of(request))
         kind, text = request.grammar
-        self._channel.send("open", request.seq_id, kind, text, limits, opened.token_ids)
+        opened.row = self._free_rows.pop() if self._free_rows else None
+        self._channel.send("open", request.seq_id, opened.row, kind, text, limits, opened.token_ids)
 
     def _flush(self, channel: GrammarChannel) -> None:
         if self._advances:
             channel.send("advance", self._advances)
             self._advances = []
         if self._closes:
-            channel.send("close", self._closes)
+            channel.send("close", [seq_id for seq_id, _ in self._closes])
+            # Nothing that was asked about them before is unsent, so nobody writes these rows any more.
+            self._free_rows += [row for _, row in self._closes if row is not None]
             self._closes = []
         channel.flush()
 
@@ -169,11 +181,18 @@ class GrammarProcessService:
                 opened = self._open.get(seq_id)
                 if opened is not None and len(opened.token_ids) == num_output_tokens:
                     opened.is_asked = False
-                    self._events.append(MaskEvent(seq_id, num_output_tokens, mask))
+                    self._events.append(MaskEvent(seq_id, num_output_tokens, self._mask(opened, mask)))
         elif kind == "failed":
             self._num_starts = 0
             seq_id, error = values
             self._fail(seq_id, from_wire(error))
+
+    def _mask(self, opened: _Open, mask: bytes | bool | None) -> bytes | None:
+        if not isinstance(mask, bool):
+            return mask
+        assert self._table is not None
+        assert opened.row is not None
+        return self._table.read(opened.row)
 
     def _watch(self, channel: GrammarChannel) -> None:
         """See that the process lives and answers; time counts only while something is asked of it, and hardly where the
@@ -194,7 +213,7 @@ class GrammarProcessService:
 
     def _lose(self, what: str, *, is_hung: bool) -> None:
         """End what is left of the process; start another one for those who can go on."""
-        guilty = 0 if self._current is None else int.from_bytes(self._current[:8], "little")
+        guilty = NOBODY if self._table is None else self._table.noted
         how = "" if self._child is None or is_hung else f" ({describe_exit(self._child)})"
         log.warning("the grammar process %s%s", what, how)
         self._end_process()
@@ -216,7 +235,10 @@ class GrammarProcessService:
             self._fail(seq_id, ServiceError("structured_output: the grammar process of this worker does not work"))
 
     def _fail(self, seq_id: int, error: MiiError) -> None:
-        if self._open.pop(seq_id, None) is not None:
+        opened = self._open.pop(seq_id, None)
+        if opened is not None:
+            if opened.row is not None:
+                self._free_rows.append(opened.row)
             self._events.append(MaskEvent(seq_id, 0, None, error))
 
     def _end_process(self) -> None:
@@ -226,9 +248,9 @@ class GrammarProcessService:
         if self._child is not None:
             self._child.kill()
             self._child = None
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        if self._table is not None:
+            self._table.close()
+            self._table = None
 
 
 def has_library() -> bool:
@@ -241,12 +263,12 @@ def make_grammar_service(config: EngineConfig, limits: EngineLimits, model_path:
     if not has_library():
         return None
     return GrammarProcessService(
+        limits.vocab_size,
         [
             f"--tokenizer={config.tokenizer or model_path}",
-            f"--vocab-size={limits.vocab_size}",
             f"--timeout-s={config.grammar_timeout_s}",
             f"--memory-mb={config.grammar_memory_mb}",
             f"--cache-mb={config.grammar_cache_mb}",
             *(["--eos", *map(str, limits.eos_token_ids)] if limits.eos_token_ids else []),
-        ]
+        ],
     )

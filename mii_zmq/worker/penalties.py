@@ -19,8 +19,10 @@ from mii_zmq.worker.plan import SamplingSpec
 
 NEVER = 2**62
 """A position that no sequence reaches."""
-_ADDED = np.array([-np.inf, 0.0], dtype=np.float32)
-"""To the logit of a token, by its bit."""
+_ADDED = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
+).astype(np.float32)
+"""[256, 8]: what a byte of a mask adds to the logits of its tokens."""
 
 
 class OutputCounts:
@@ -179,9 +181,9 @@ def apply_masks_(logits: Tensor, masks: Sequence[tuple[int, bytes]]) -> None:
     """Keep rows of `logits` [R, V] from drawing all but what their masks (`StepPlan.masks`) allow: (row, mask) each."""
     vocab_size = logits.shape[1]
     for row, mask in masks:
-        bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=vocab_size, bitorder="little")
+        added = _ADDED[np.frombuffer(mask, dtype=np.uint8)].reshape(-1)[:vocab_size]
         # Added, not assigned: a NaN must stay one.
-        logits[row] += torch.from_numpy(_ADDED[bits]).to(logits.device)
+        logits[row] += torch.from_numpy(added).to(logits.device)
 
 
 def needs_counts(spec: SamplingSpec) -> bool:

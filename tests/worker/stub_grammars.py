@@ -8,7 +8,6 @@ else goes well. Started as the real process is.
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import select
 import signal
@@ -17,12 +16,14 @@ import sys
 
 from mii_zmq.process import ChildLink
 from mii_zmq.worker.grammar_channel import GrammarChannel
+from mii_zmq.worker.mask_table import NOBODY, MaskTable
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel-fd", type=int)
-    parser.add_argument("--current-fd", type=int)
+    parser.add_argument("--memory-fd", type=int)
+    parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--die-at-once", action="store_true")
     ChildLink.add_arguments(parser)
     options = parser.parse_args()
@@ -30,35 +31,35 @@ def main() -> None:
     if options.die_at_once:
         sys.exit(3)
     channel = GrammarChannel(socket.socket(fileno=options.channel_fd))
-    current = mmap.mmap(options.current_fd, 8)
+    table = MaskTable(options.memory_fd, options.vocab_size)
     sequences: dict[int, tuple[str, int]] = {}
     channel.send("ready")
     while not channel.is_closed:
         select.select([channel], [], [])
         for kind, *values in channel.receive():
             if kind == "open":
-                seq_id, _, text, _, token_ids = values
+                seq_id, _, _, text, _, token_ids = values
                 sequences[seq_id] = (text, len(token_ids))
-                answer(channel, current, sequences, seq_id)
+                answer(channel, table, sequences, seq_id)
             elif kind == "advance":
                 for seq_id, _ in values[0]:
                     text, number = sequences[seq_id]
                     sequences[seq_id] = (text, number + 1)
-                    answer(channel, current, sequences, seq_id)
+                    answer(channel, table, sequences, seq_id)
             elif kind == "ping":
                 channel.send("pong")
 
 
-def answer(channel: GrammarChannel, current: mmap.mmap, sequences: dict[int, tuple[str, int]], seq_id: int) -> None:
+def answer(channel: GrammarChannel, table: MaskTable, sequences: dict[int, tuple[str, int]], seq_id: int) -> None:
     text, number = sequences[seq_id]
-    current[:8] = seq_id.to_bytes(8, "little")
+    table.note(seq_id)
     what, _, at = text.partition("@")
     if at and int(at) == number:
         if what == "hang":
             signal.pause()
         os._exit(4)
     channel.send("masks", [(seq_id, number, b"\xff" * 36)])
-    current[:8] = bytes(8)
+    table.note(NOBODY)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 PATIENCE_S = 60.0
 SLOW_REGEX = "(" + "|".join(f"[a-z]{{1,{length}}}" for length in range(1, 300)) + ")*"
-REAL = ["--tokenizer=fake:", f"--vocab-size={VOCAB_SIZE}", "--timeout-s=0.5", "--memory-mb=64", "--cache-mb=1"]
+REAL = ["--tokenizer=fake:", "--timeout-s=0.5", "--memory-mb=64", "--cache-mb=1"]
 
 
 def request(seq_id: int, text: str, kind: str = "regex", **fields: object) -> SequenceRequest:
@@ -34,7 +34,7 @@ def request(seq_id: int, text: str, kind: str = "regex", **fields: object) -> Se
 
 @contextlib.contextmanager
 def running(*arguments: str, module: str = "tests.worker.stub_grammars", hang_s: float = 60.0) -> Iterator[Follower]:
-    service = GrammarProcessService(arguments, module=module, hang_s=hang_s)
+    service = GrammarProcessService(VOCAB_SIZE, arguments, module=module, hang_s=hang_s, max_rows=3)
     try:
         yield Follower(service)
     finally:
@@ -83,6 +83,20 @@ def masks_come_along_the_grammar(real: Follower) -> None:
     service.open(request(2, "ab?c", resumed_token_ids=[ord("a")]))
     assert real.allowed() == "bc"
     service.close(2)
+
+
+def masks_come_also_where_there_are_more_sequences_than_rows(real: Follower) -> None:
+    service = real.service
+    for turn in range(2):
+        seq_ids = [20 + 10 * turn + index for index in range(7)]
+        for seq_id in seq_ids:
+            service.open(request(seq_id, chr(ord("a") + seq_id % 10)))
+        for event in real.next(len(seq_ids)):
+            assert event.mask is not None
+            letter = ord("a") + event.seq_id % 10
+            assert event.mask[letter // 8] == 1 << letter % 8
+        for seq_id in seq_ids:
+            service.close(seq_id)
 
 
 def what_cannot_be_compiled_ends_its_sequence_alone(real: Follower) -> None:
@@ -139,6 +153,7 @@ def test_the_real_process():
     pytest.importorskip("xgrammar")
     with running(*REAL, module="mii_zmq.worker.grammar_process") as follower:
         masks_come_along_the_grammar(follower)
+        masks_come_also_where_there_are_more_sequences_than_rows(follower)
         what_cannot_be_compiled_ends_its_sequence_alone(follower)
         compilations_of_sequences_that_are_gone_hurt_nobody(follower)
         a_process_that_was_killed_is_replaced_and_sequences_go_on(follower)

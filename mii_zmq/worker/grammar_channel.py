@@ -7,8 +7,8 @@ negotiated; a message that does not decode is a bug (`ProtocolError`). Knows not
 
 To the grammar process:
 
-- `open`, seq_id, row of the `MaskTable` or nil, kind and text of the grammar, `SequenceLimits` as a map, output tokens so
-  far: follow this sequence
+- `open`, seq_id, row of the `MaskTable` or nil, kind and text of the grammar, `SequenceLimits` as a map, output tokens:
+  follow this sequence
 - `advance`, [[seq_id, newest output token], ...]
 - `close`, [seq_id, ...]: they have ended
 - `ping`: answered by `pong`, when all before it is done

@@ -26,6 +26,8 @@ class SequenceLimits:
     """The end of the prompt, as far as bad words can begin in it."""
     lead: str = ""
     """Text that the grammar reads before the first token."""
+    tenant: str = ""
+    """Tenants take turns at having grammars compiled."""
 
     @classmethod
     def of(cls, request: SequenceRequest) -> SequenceLimits:
@@ -38,6 +40,7 @@ class SequenceLimits:
             bad_words=[list(word) for word in sampling.bad_words],
             prompt_tail=request.prompt_token_ids[-num_tail:] if num_tail else [],
             lead=request.grammar_lead,
+            tenant=request.cache_salt,
         )
 
 

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from mii_zmq.errors import InternalError, MiiError
 from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
+from mii_zmq.worker.compile_queue import CompileQueue
 from mii_zmq.worker.grammar_channel import GrammarChannel
 from mii_zmq.worker.grammar_compiler import MIB, Compilation, refusal
 from mii_zmq.worker.grammar_follower import GrammarFollower, Vocabulary
@@ -117,7 +118,7 @@ class GrammarHost:
         self._sequences: dict[int, _Followed] = {}
         self._waiting: dict[Key, list[int]] = {}
         """Sequences by the grammar that they wait for."""
-        self._queue: deque[Key] = deque()
+        self._queue: CompileQueue[Key] = CompileQueue()
         self._compilations: dict[Key, Compilation] = {}
         self._vocabulary("json_schema")
 
@@ -160,7 +161,7 @@ class GrammarHost:
             return
         if followed.key not in self._waiting:
             self._waiting[followed.key] = []
-            self._queue.append(followed.key)
+            self._queue.add(followed.limits.tenant, followed.key)
         self._waiting[followed.key].append(seq_id)
 
     def _start(self, seq_id: int, followed: _Followed, found: xgrammar.CompiledGrammar | MiiError) -> None:
@@ -218,7 +219,7 @@ class GrammarHost:
                 del self._compilations[key]
                 self._take(key, outcome)
         while self._queue and len(self._compilations) < MAX_COMPILATIONS:
-            key = self._queue.popleft()
+            key = self._queue.pop()
             if not any(seq_id in self._sequences for seq_id in self._waiting[key]):
                 del self._waiting[key]
                 continue

@@ -233,11 +233,13 @@ def _sequence_to_wire(request: SequenceRequest) -> tuple[Any, ...]:
         request.cache_salt,
         request.score_prompt,
         request.grammar,
+        request.grammar_lead,
     )
 
 
 def _sequence_from_wire(value: Sequence[Any]) -> SequenceRequest:
-    seq_id, prompt, max_new_tokens, sampling, resumed, priority, deadline_s, cache_salt, score_prompt, grammar = value
+    seq_id, prompt, max_new_tokens, sampling, resumed, priority, deadline_s, cache_salt, score_prompt, *rest = value
+    grammar, grammar_lead = rest
     return SequenceRequest(
         seq_id=seq_id,
         prompt_token_ids=ids_from_bytes(prompt),
@@ -249,4 +251,5 @@ def _sequence_from_wire(value: Sequence[Any]) -> SequenceRequest:
         cache_salt=cache_salt,
         score_prompt=score_prompt,
         grammar=grammar,
+        grammar_lead=grammar_lead,
     )

@@ -40,7 +40,10 @@ def test_sequences_survive_the_channel(
         logit_bias=tuple((token_id, 1.5) for token_id in stop), allowed_token_ids=tuple(stop), num_logprobs=len(stop),
         num_prompt_logprobs=2,
     )  # fmt: skip
-    request = SequenceRequest(7, prompt, 5, sampling, resumed, -3, deadline, salt, score_prompt=bool(prompt))
+    request = SequenceRequest(
+        7, prompt, 5, sampling, resumed, -3, deadline, salt, score_prompt=bool(prompt),
+        grammar=("regex", salt) if stop else None, grammar_lead=salt,
+    )  # fmt: skip
     assert decode_to_engine(encode(AddSequence(request))) == AddSequence(request)
 
 

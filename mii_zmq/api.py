@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mii_zmq.embeddings import Embeddable, embedding_bodies, values_of
 from mii_zmq.errors import ConfigError, ServiceError
 from mii_zmq.launcher import start_detached
 from mii_zmq.mii_client import (
@@ -186,6 +187,23 @@ class Pipeline:
                 if text:
                     yield request.reader.response(text, request.prompt_length, request.num_tokens)
             yield _response(request, "")
+
+    def embed(
+        self,
+        inputs: Embeddable,
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[list[float]]:
+        """The embeddings of one text (or list of token ids), or of each of several; as `MIIClient.embed`."""
+        engine = self.inference_engine
+        bodies = embedding_bodies(inputs, pooling=pooling, dimensions=dimensions, normalize=normalize)
+        with contextlib.ExitStack() as stack:
+            requests = engine.embed(bodies)
+            for request in requests:
+                stack.callback(request.cancel)
+            return [values_of(request.result()) for request in requests]
 
     def destroy(self) -> None:
         """Cancel what runs and free the engine's memory; the pipeline cannot be used afterwards."""

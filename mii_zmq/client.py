@@ -19,7 +19,15 @@ from mii_zmq import protocol, transport
 from mii_zmq.client_link import CREDIT, Link
 from mii_zmq.errors import BrokerUnavailable, InternalError, ServiceError
 from mii_zmq.generation import Completion, Generation
-from mii_zmq.protocol import GenerateBody, GenerateHeader
+from mii_zmq.protocol import (
+    Abort,
+    Aborted,
+    GenerateBody,
+    GenerateHeader,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    Verb,
+)
 from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.trace_context import TraceContext
 from mii_zmq.tracing import current_context
@@ -97,8 +105,8 @@ class AsyncClient:
     ) -> Generation:
         """Send one request (`n` in its params must be 1) and return at once.
 
-        `name` is the caller's own for logs (x-request-id), `trace` the span that this is part of (None: the one that
-        the calling program is in, if it uses OpenTelemetry).
+        `name` is the caller's own for logs and for `abort` (x-request-id), `trace` the span that this is part of (None:
+        the one that the calling program is in, if it uses OpenTelemetry).
 
         While a broker that was there is away (it is restarted in under a second), requests wait for it.
 
@@ -134,6 +142,49 @@ class AsyncClient:
         if link is None:
             raise BrokerUnavailable(f"no broker answers at {', '.join(self._endpoints)}")
         return await link.status(timeout_s)
+
+    async def abort(
+        self,
+        *,
+        names: Sequence[str] = (),
+        request_ids: Sequence[bytes] = (),
+        everything: bool = False,
+        tenant: str = "",
+        timeout_s: float = 5.0,
+    ) -> Aborted:
+        """End a tenant's requests, whichever client sent them; each ends with Cancelled at its own client.
+
+        Asks every broker that is connected, since none knows of the others' requests.
+
+        Raises:
+            BrokerUnavailable: none is, or one of them does not answer; others may have done it.
+        """
+        header = Abort(tenant=tenant, request_ids=list(request_ids), names=list(names), everything=everything)
+        links = [link for link in self._links if link.is_up]
+        if not links:
+            raise BrokerUnavailable(f"no broker answers at {', '.join(self._endpoints)}", retry_after_ms=1000)
+        messages = await asyncio.gather(*(link.ask(Verb.ABORT, header, timeout_s) for link in links))
+        answers = [protocol.parse_header(message, Aborted) for message in messages]
+        return Aborted(
+            num_requests=sum(answer.num_requests for answer in answers),
+            request_ids=[request_id for answer in answers for request_id in answer.request_ids],
+            names=sorted({name for answer in answers for name in answer.names}),
+        )
+
+    async def reset_prefix_cache(self, deployment: str, timeout_s: float = 15.0) -> PrefixCacheReset:
+        """Let every group of a deployment forget its cached prefixes; says which have and which have not.
+
+        Groups register with all brokers, so one is asked.
+
+        Raises:
+            BrokerUnavailable: none answers.
+            UnknownDeployment, NoWorkers: there is no such deployment, or no group of it.
+        """
+        link = next((link for link in self._links if link.is_up), None)
+        if link is None:
+            raise BrokerUnavailable(f"no broker answers at {', '.join(self._endpoints)}", retry_after_ms=1000)
+        message = await link.ask(Verb.RESET_PREFIX_CACHE, ResetPrefixCache(deployment=deployment), timeout_s)
+        return protocol.parse_header(message, PrefixCacheReset)
 
     async def close(self) -> None:
         """Cancel what is unfinished and disconnect."""
@@ -239,5 +290,7 @@ def _estimate_tokens(body: GenerateBody) -> int:
         chars = sum(len(str(message.get("content"))) for message in body.messages or ())
         chars += sum(len(str(message["tool_calls"])) for message in body.messages or () if "tool_calls" in message)
         prompt = (chars + (len(str(body.tools)) if body.tools else 0)) // CHARS_PER_TOKEN
+    if body.task != "generate":
+        return prompt
     output = body.params.get("max_new_tokens")
     return prompt + (output if isinstance(output, int) else DEFAULT_OUTPUT_TOKENS)

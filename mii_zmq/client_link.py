@@ -81,7 +81,8 @@ class Link:
         self._down_since = self._heard
         self._was_up = False
         self._generations: dict[bytes, Generation] = {}
-        self._statuses: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
+        self._asked: dict[bytes, asyncio.Future[Message]] = {}
+        """Questions to the broker itself, by their ids."""
         self._socket = transport.AsyncSocket(transport.connect_dealer(context, endpoint), self._on_frames)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -158,18 +159,29 @@ class Link:
             else:
                 self._grants = Counter({i: count - 1 for i, count in self._grants.items() if count > 1})
 
-    async def status(self, timeout_s: float) -> dict[str, Any]:
+    async def ask(self, verb: Verb, header: Any, timeout_s: float) -> Message:
+        """Send a question that the broker answers by the same verb.
+
+        Raises:
+            BrokerUnavailable: it does not answer in time.
+            MiiError: with which it refuses.
+        """
         request_id = protocol.new_request_id()
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._statuses[request_id] = future
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._asked[request_id] = future
         try:
-            self._socket.send(protocol.encode(Verb.STATUS, request_id))
+            self._socket.send(protocol.encode(verb, request_id, header))
             async with asyncio.timeout(timeout_s):
-                status = await future
+                return await future
         except (TimeoutError, transport.PeerFull):
             raise BrokerUnavailable(f"the broker at {self.endpoint} did not answer in {timeout_s:g} s") from None
         finally:
-            self._statuses.pop(request_id, None)
+            self._asked.pop(request_id, None)
+
+    async def status(self, timeout_s: float) -> dict[str, Any]:
+        """The broker's STATUS body; raises as `ask`."""
+        message = await self.ask(Verb.STATUS, None, timeout_s)
+        status = protocol.unpack_map(message.body, "body")
         deployments = status.get("deployments")
         if isinstance(deployments, dict):
             known = [name for name, facts in deployments.items() if isinstance(facts, dict) and facts.get("groups")]
@@ -245,10 +257,10 @@ class Link:
                 self._on_error(message)
             case Verb.WELCOME:
                 self._on_welcome(protocol.parse_header(message, Welcome))
-            case Verb.STATUS:
-                future = self._statuses.get(message.request_id)
+            case Verb.STATUS | Verb.ABORT | Verb.RESET_PREFIX_CACHE:
+                future = self._asked.get(message.request_id)
                 if future is not None and not future.done():
-                    future.set_result(protocol.unpack_map(message.body, "body"))
+                    future.set_result(message)
             case Verb.HEARTBEAT:
                 if message.header.get("epoch", self._epoch) != self._epoch:
                     self._set_down()
@@ -277,6 +289,9 @@ class Link:
                 if self._take_over(generation):
                     return
             generation.fail(error)
+        elif (future := self._asked.get(message.request_id)) is not None:
+            if not future.done():
+                future.set_exception(error)
         elif message.request_id == protocol.NO_ID:
             log.warning("the broker reports: %s", error)
 

@@ -64,6 +64,9 @@ class EngineConfig:
     deterministic: bool = setting(
         "results do not depend on what else is in the batch (slower; on a GPU, in bfloat16 or float16)", False
     )
+    pooling: Literal["last", "mean", "first", "cls"] = setting(
+        "which of a prompt's final hidden states is its embedding, where a request does not say", "last"
+    )
     step_timeout_s: float = setting(
         "seconds without progress after which an engine is killed; 10 times its usual step, if that is more", 30.0
     )
@@ -164,6 +167,10 @@ class GatewayConfig(TelemetryConfig):
         "broker endpoints for clients, comma separated", (f"tcp://127.0.0.1:{DEFAULT_BROKER_PORT}",)
     )
     shutdown_timeout_s: float = setting("seconds that running requests get after SIGTERM", 60.0)
+    admin_endpoints: bool = setting(
+        "let clients reset prefix caches and abort all requests of a tenant; to abort by id is always allowed",
+        False,
+    )
     access_log: bool = setting("log one line per HTTP request, at level INFO (probes: DEBUG)", True)
     insecure: bool = setting("allow an address other than loopback", False)
 
@@ -194,6 +201,7 @@ class LaunchConfig(TelemetryConfig):
     )
     drain_timeout_s: float = setting("seconds that running requests get at the end", 30.0)
     load_timeout_s: float = setting("seconds that loading the model may take", 1800.0)
+    admin_endpoints: bool = setting("let HTTP clients reset the prefix cache and abort all requests of a tenant", False)
     access_log: bool = setting("the gateways log one line per HTTP request, at level INFO", True)
     insecure: bool = setting("allow a host other than loopback", False)
 
@@ -213,6 +221,7 @@ class LaunchConfig(TelemetryConfig):
             share_port=True,
             brokers=brokers,
             shutdown_timeout_s=self.drain_timeout_s,
+            admin_endpoints=self.admin_endpoints,
             access_log=self.access_log,
             insecure=self.insecure,
             **self.telemetry,

@@ -51,6 +51,8 @@ class Completion:
     """The stop string that ended it."""
     logprobs: bytes = b""
     """Records of mii_zmq.logprobs, if they were asked for."""
+    embedding: bytes = b""
+    """Of the task "embed": float32, little endian."""
 
 
 class SentAgain(NamedTuple):
@@ -165,6 +167,7 @@ class Generation:
             num_cached_tokens=final.num_cached_tokens,
             matched_stop=final.matched_stop,
             logprobs=self._logprobs or b"".join(logprobs),
+            embedding=final.embedding or b"",
         )
 
     def cancel(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from typing import Any, TypeVar, overload
 
 from mii_zmq.client import AsyncClient, BackgroundLoop, Generation, fan_out
+from mii_zmq.embeddings import Embeddable, embed_all, embedding_bodies, values_of
 from mii_zmq.errors import InvalidRequest, ServiceError
 from mii_zmq.protocol import GenerateBody
 from mii_zmq.registry import DeploymentRecord, end_deployment
@@ -85,6 +86,28 @@ class MIIClient:
         finally:
             self._run(_cancel(generation))
 
+    def embed(
+        self,
+        inputs: Embeddable,
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[list[float]]:
+        """The embeddings of one text (or list of token ids), or of each of several, in order.
+
+        Args:
+            pooling: which of the model's final hidden states: "last", "first", or the "mean" of all; None: as the
+                deployment is set.
+            dimensions: so many of the first numbers; None: all.
+            normalize: scale each vector to length 1, after cutting it.
+
+        Raises:
+            RequestError: what is wrong with an option or a text.
+        """
+        bodies = embedding_bodies(inputs, pooling=pooling, dimensions=dimensions, normalize=normalize)
+        return self._run(_embed(self._client, self._record.deployment, bodies))
+
     def status(self) -> dict[str, Any]:
         """What runs where, and what the broker reports of its worker groups."""
         return {**describe(self._record), "broker": self._run(self._client.status())}
@@ -148,6 +171,19 @@ class AsyncMIIClient:
             yield _final_response(generation, reader)
         finally:
             generation.cancel()
+
+    async def embed(
+        self,
+        inputs: Embeddable,
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[list[float]]:
+        """As `MIIClient.embed`. Cancelling the task cancels the requests."""
+        bodies = embedding_bodies(inputs, pooling=pooling, dimensions=dimensions, normalize=normalize)
+        await self._client.connect()
+        return await _embed(self._client, self._record.deployment, bodies)
 
     async def status(self) -> dict[str, Any]:
         await self._client.connect()
@@ -230,6 +266,10 @@ async def _generate_all(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _embed(client: AsyncClient, deployment: str, bodies: Sequence[GenerateBody]) -> list[list[float]]:
+    return [values_of(result.embedding) for result in await embed_all(client, deployment, bodies)]
 
 
 async def _start(client: AsyncClient, deployment: str, body: GenerateBody, *, stream: bool) -> Generation:

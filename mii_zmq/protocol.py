@@ -23,6 +23,8 @@ import msgspec
 
 from mii_zmq.errors import InvalidRequest, ProtocolError, RequestTooLarge
 from mii_zmq.protocol_messages import (
+    Abort,
+    Aborted,
     BrokerHeartbeat,
     Cancel,
     Credit,
@@ -36,8 +38,10 @@ from mii_zmq.protocol_messages import (
     Hello,
     HistogramValues,
     Load,
+    PrefixCacheReset,
     Ready,
     Registered,
+    ResetPrefixCache,
     Verb,
     Welcome,
     WorkerHeartbeat,
@@ -46,16 +50,16 @@ from mii_zmq.sampling_params import unknown_field
 
 __all__ = [
     "MAJOR", "MAX_BODY_BYTES", "MAX_FRAMES", "MAX_GENERATE_HEADER_BYTES", "MAX_HEADER_BYTES", "MAX_RAW_BYTES",
-    "MAX_SHOWN_NAME", "MINOR", "NO_ID", "NUM_FIXED_FRAMES", "TAG", "BrokerHeartbeat", "Cancel", "Credit", "Disconnect",
-    "ErrorHeader", "FinalBody", "FinalHeader", "GenerateBody", "GenerateHeader", "Header", "Hello", "HistogramValues",
-    "Load", "Message",
-    "Ready", "Registered", "TokenDelta", "TokenRow", "TokenRows", "Verb", "Welcome", "WorkerHeartbeat", "decode",
-    "encode", "encode_body", "iterate_tokens", "new_request_id", "pack", "parse_body", "parse_header", "readable_id",
-    "token_rows", "unpack_map",
+    "MAX_SHOWN_NAME", "MINOR", "NO_ID", "NUM_FIXED_FRAMES", "TAG", "Abort", "Aborted", "BrokerHeartbeat", "Cancel",
+    "Credit", "Disconnect", "ErrorHeader", "FinalBody", "FinalHeader", "GenerateBody", "GenerateHeader", "Header",
+    "Hello", "HistogramValues", "Load", "Message", "PrefixCacheReset", "Ready", "Registered", "ResetPrefixCache",
+    "TokenDelta", "TokenRow", "TokenRows", "Verb", "Welcome", "WorkerHeartbeat", "decode", "encode", "encode_body",
+    "iterate_tokens", "new_request_id", "pack", "parse_body", "parse_header", "readable_id", "token_rows",
+    "unpack_map",
 ]  # fmt: skip
 
 MAJOR = 1
-MINOR = 0
+MINOR = 1
 TAG = b"MIIZ" + bytes((MAJOR, MINOR))
 NO_ID = bytes(16)
 """The request id of messages that concern no request, or many."""

@@ -28,6 +28,8 @@ class Verb(enum.IntEnum):
     CREDIT = 0x16
     STATUS = 0x17
     HEARTBEAT = 0x18
+    ABORT = 0x19
+    RESET_PREFIX_CACHE = 0x1A
     READY = 0x20
     REGISTERED = 0x21
     DRAIN = 0x22
@@ -82,7 +84,7 @@ class GenerateHeader(Header):
     """The sender has known this deployment to serve: a broker that has just started waits for its workers instead of
     refusing the request."""
     x_request_id: str = ""
-    """The caller's own name of the request, for logs and traces."""
+    """The caller's own name of the request, for logs, traces and ABORT; several may bear the same."""
     traceparent: str = ""
     """W3C trace context; a broker that traces passes on its own span in place of the caller's."""
     tracestate: str = ""
@@ -97,9 +99,9 @@ class GenerateHeader(Header):
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What to generate from: exactly one of prompt, prompt_token_ids and messages."""
 
-    task: Literal["generate", "tokenize", "detokenize"] = "generate"
-    """Other than to generate: FINAL has the prompt's token ids, or the text of prompt_token_ids, at once. Not
-    streamed."""
+    task: Literal["generate", "tokenize", "detokenize", "embed"] = "generate"
+    """Other than to generate: FINAL has the prompt's token ids, or the text of prompt_token_ids, at once; or it has the
+    prompt's embedding. Not streamed."""
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -117,6 +119,12 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     """With messages: end the prompt with the last one's content, for the model to go on with."""
     return_reasoning_start: bool = False
     """Where the template ends the prompt with an opening <think>, the text begins with it."""
+    pooling: str | None = None
+    """To embed: which final hidden state, 'last', 'first', or the 'mean' of all; None: as the deployment is set."""
+    dimensions: int | None = None
+    """To embed: so many of the first numbers; None: all."""
+    normalize: bool = True
+    """To embed: scale the vector to length 1, after cutting it."""
 
 
 class FinalBody(Header):
@@ -131,6 +139,8 @@ class FinalBody(Header):
     text: str | None = None
     """The whole text, when the request was not streamed; raw frame 0 then holds all token ids, raw frame 1 the
     log-probabilities if they were asked for."""
+    embedding: bytes | None = None
+    """To embed: the vector, float32, little endian."""
 
 
 class FinalHeader(Header):
@@ -154,6 +164,42 @@ class Cancel(Header):
     """Client to broker to worker: end these requests, or the one that the request id frame names."""
 
     request_ids: list[bytes] = []
+
+
+class Abort(Header):
+    """Client to broker: end requests, whichever connection they came from."""
+
+    tenant: str = ""
+    """Whose requests; others' are not touched."""
+    request_ids: list[bytes] = []
+    names: list[str] = []
+    """`x_request_id` of GENERATE."""
+    everything: bool = False
+    """All requests of the tenant."""
+
+
+class Aborted(Header):
+    """Broker's answer to ABORT: what it has ended."""
+
+    num_requests: int = 0
+    request_ids: list[bytes] = []
+    """Those of the given ones that were running or waiting."""
+    names: list[str] = []
+
+
+class ResetPrefixCache(Header):
+    """Client to broker to all groups of a deployment (there without a header): forget the cached prefixes."""
+
+    deployment: str
+
+
+class PrefixCacheReset(Header):
+    """Broker's answer to RESET_PREFIX_CACHE, when every group has answered or is known not to."""
+
+    done: list[str] = []
+    """Groups that have forgotten their prefixes."""
+    failed: dict[str, str] = {}
+    """Groups that have not, as far as is known, and why."""
 
 
 class Credit(Header):

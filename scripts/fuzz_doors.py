@@ -54,7 +54,7 @@ def main() -> int:
         stack = Stack()
         try:
             stack.start_group("group", MODEL)
-            url = stack.start_gateway()
+            url = stack.start_gateway("--admin-endpoints")
             code = fuzz(url, options.minutes * 60, seed, directory)
             is_ready = http(url + "/health/ready")[0] == 200
             answered = statuses(http(url + "/metrics")[1].decode())

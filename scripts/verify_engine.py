@@ -7,13 +7,14 @@
 
 Random 8-layer models of three families: the error of our logits against transformers in float32 is at most 1.1 times
 that of transformers in the same 16-bit dtype, for prompts, chunked prompts and decodes; graphs give the bits of eager
-runs; sequences that are preempted end with the length asked for. With `--deterministic`, instead of these, what that
-mode promises (`verify_deterministic`).
+runs; embeddings err hardly more than theirs; sequences that are preempted end with the length asked for. With
+`--deterministic`, instead of these, what that mode promises (`verify_deterministic`).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from mii_zmq.worker.cuda_load import build_cuda_executor
 from mii_zmq.worker.models.hf_config import load_model_config
 from mii_zmq.worker.models.weights import load_weights
 from mii_zmq.worker.parallel import Collectives, RankInfo
-from mii_zmq.worker.plan import NewSequence, SamplingSpec, SequenceRequest, StepPlan, StepRow
+from mii_zmq.worker.plan import POOLINGS, NewSequence, SamplingSpec, SequenceRequest, StepPlan, StepRow
 
 MAX_LEN = 1024
 SIZES: dict[str, Any] = {
@@ -57,6 +58,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 LENGTHS = (1, 2, 5, 63, 64, 65, 130, 300, 700, 17, 128, 900)
 WORST_RATIO = 1.1
+WORST_POOLED_RATIO = 1.3
+"""Of fewer numbers."""
 
 
 class Driver:
@@ -188,6 +191,42 @@ def check_family(name: str, directory: Path) -> bool:
     return ok
 
 
+@torch.inference_mode()
+def reference_state(model: Any, prompt: list[int], pooling: str) -> Tensor:
+    states = model.base_model(torch.tensor([prompt], device=DEVICE)).last_hidden_state[0].float().cpu()
+    return {"last": states[-1], "first": states[0], "mean": states.mean(0)}[pooling]
+
+
+def check_pooling(name: str, directory: Path) -> bool:
+    """Embeddings of prompts in chunks, beside sequences that generate."""
+    core = EngineCore(make_executor(directory, token_budget=256), prefix_cache=False)
+    draw = random.Random(4)
+    wanted = {}
+    for seq_id, (length, pooling) in enumerate(itertools.product(LENGTHS, POOLINGS)):
+        prompt = [draw.randrange(5, 5000) for _ in range(length)]
+        wanted[seq_id] = (prompt, pooling)
+        core.add(SequenceRequest(seq_id, prompt, 0, sampling=SamplingSpec(pooling=pooling)))
+        core.add(SequenceRequest(1000 + seq_id, prompt[:40], 8))
+    found: dict[int, Tensor] = {}
+    while core.has_work:
+        for output in core.step():
+            if output.error is not None:
+                raise SystemExit(f"sequence {output.seq_id}: {output.error}")
+            if output.pooled is not None:
+                found[output.seq_id] = torch.frombuffer(bytearray(output.pooled), dtype=torch.float32)
+    exact, half = (load_reference(directory, dtype) for dtype in (torch.float32, DTYPE))
+    ok, words = found.keys() == wanted.keys(), []
+    for kind in POOLINGS:
+        chosen = [seq_id for seq_id, (_, pooling) in wanted.items() if pooling == kind]
+        expected = [reference_state(exact, *wanted[seq_id]) for seq_id in chosen]
+        own_error = relative([found[seq_id] for seq_id in chosen], expected)
+        their_error = relative([reference_state(half, *wanted[seq_id]) for seq_id in chosen], expected)
+        ok = ok and own_error <= WORST_POOLED_RATIO * their_error
+        words.append(f"{kind} {own_error:.2g} (transformers' {their_error:.2g})")
+    print(f"{name}, pooled: {', '.join(words)}; {'ok' if ok else 'WRONG'}", flush=True)
+    return ok
+
+
 def check_preemption(directory: Path) -> bool:
     """64 greedy sequences in a pool for about a third of them."""
     core = EngineCore(make_executor(directory, num_blocks=150), prefix_cache=True)
@@ -217,6 +256,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         results += [check_family(name, Path(scratch) / name) for name in CONFIGS]
+        results += [check_pooling(name, Path(scratch) / name) for name in CONFIGS]
         results.append(check_preemption(Path(scratch) / "llama"))
     sys.exit(0 if all(results) else 1)
 

@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 
 import mii_zmq as mii
+from mii_zmq.embeddings import values_of
 from mii_zmq.errors import Cancelled, CheckpointError, ConfigError, InvalidRequest, PromptTooLong
 from mii_zmq.logprobs import Record
 from mii_zmq.registry import DeploymentRecord, Registry, process_identity
+from mii_zmq.worker.embedding import shape_vector
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, FakeModel
+from mii_zmq.worker.fake_options import HIDDEN_SIZE
 from mii_zmq.worker.plan import SamplingSpec, SequenceRequest, TokenLogprobs
 from tests.ctrl_c import interrupted_when
 
@@ -322,3 +325,22 @@ def test_a_deployment_that_does_not_run_is_not_found(find: Any) -> None:
     Registry().claim(DeploymentRecord(deployment="loading", model="m", pid=os.getpid(), identity=identity))
     with pytest.raises(mii.DeploymentNotFoundError, match="still loading"):
         find("loading")
+
+
+def test_embeddings(pipe: mii.Pipeline) -> None:
+    def expected(
+        text: str, pooling: str = "last", dimensions: int | None = None, normalize: bool = True
+    ) -> list[float]:
+        pooled = FakeModel().pool(list(text.encode()), pooling, HIDDEN_SIZE)
+        return values_of(shape_vector(pooled, dimensions, normalize))
+
+    texts = ["hello", "x" * 700, "né"]
+    assert pipe.embed(texts) == [expected(text) for text in texts]
+    assert pipe.embed("hi", pooling="mean", dimensions=3, normalize=False) == [expected("hi", "mean", 3, False)]
+    assert pipe.embed([104, 105]) == pipe.embed("hi")
+    for wrong, message in (({"pooling": "sum"}, "pooling"), ({"dimensions": 99}, "dimensions")):
+        with pytest.raises(InvalidRequest, match=message):
+            pipe.embed(["hello", "there"], **wrong)
+    with pytest.raises(PromptTooLong):
+        pipe.embed("x" * 9000)
+    wait_until_idle(pipe)

@@ -29,7 +29,18 @@ from mii_zmq.errors import (
     ServiceError,
     UnknownDeployment,
 )
-from mii_zmq.protocol import FinalBody, GenerateBody, GenerateHeader, Message, TokenDelta, TokenRows, Verb, Welcome
+from mii_zmq.protocol import (
+    Aborted,
+    FinalBody,
+    GenerateBody,
+    GenerateHeader,
+    Message,
+    PrefixCacheReset,
+    TokenDelta,
+    TokenRows,
+    Verb,
+    Welcome,
+)
 from mii_zmq.sampling_params import SamplingParams
 from tests.stack import unused_endpoint
 
@@ -568,3 +579,62 @@ async def test_tools_count_as_part_of_the_prompt(broker: ScriptedBroker, client:
         counts.append(message.header["num_tokens"])
     assert counts[0] == 15
     assert min(counts[1:]) >= 115
+
+
+async def test_an_abort_goes_to_every_broker_and_the_answers_are_added_up(broker: ScriptedBroker) -> None:
+    other = ScriptedBroker(unused_endpoint())
+    client = AsyncClient([broker.endpoint, other.endpoint])
+    try:
+        await client.connect(PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            for link in client._links:
+                await link.up.wait()
+        task = asyncio.create_task(client.abort(names=["a", "b"], request_ids=[b"x" * 16], tenant="t"))
+        for one, answer in (
+            (broker, Aborted(num_requests=2, names=["b"])),
+            (other, Aborted(num_requests=1, request_ids=[b"x" * 16], names=["a", "b"])),
+        ):
+            peer, message = await one.next(Verb.ABORT)
+            assert message.header == {"names": ["a", "b"], "request_ids": [b"x" * 16], "tenant": "t"}
+            one.send(peer, protocol.encode(Verb.ABORT, message.request_id, answer))
+        assert await task == Aborted(num_requests=3, request_ids=[b"x" * 16], names=["a", "b"])
+    finally:
+        await client.close()
+        other.close()
+
+
+async def test_requests_bear_the_name_by_which_they_can_be_aborted(broker: ScriptedBroker, client: AsyncClient) -> None:
+    generation = client.generate("m", GenerateBody(prompt="hi"), stream=True, name="mine")
+    _, message = await broker.next(Verb.GENERATE)
+    assert message.header["x_request_id"] == "mine"
+    generation.cancel()
+
+
+async def test_a_question_that_the_broker_refuses_or_does_not_answer(
+    broker: ScriptedBroker, client: AsyncClient
+) -> None:
+    task = asyncio.create_task(client.reset_prefix_cache("m"))
+    peer, message = await broker.next(Verb.RESET_PREFIX_CACHE)
+    assert message.header == {"deployment": "m"}
+    # As a broker says it that does not know the verb.
+    error = ProtocolError("unknown verb 0x1a")
+    broker.send(peer, protocol.encode(Verb.ERROR, message.request_id, error.to_wire()))
+    with pytest.raises(ProtocolError, match="unknown verb"):
+        await task
+    with pytest.raises(BrokerUnavailable, match="did not answer"):
+        await client.reset_prefix_cache("m", timeout_s=0.01)
+    task = asyncio.create_task(client.reset_prefix_cache("m"))
+    await broker.next(Verb.RESET_PREFIX_CACHE)
+    peer, message = await broker.next(Verb.RESET_PREFIX_CACHE)
+    answer = PrefixCacheReset(done=["g"], failed={"h": "gone"})
+    broker.send(peer, protocol.encode(Verb.RESET_PREFIX_CACHE, message.request_id, answer))
+    assert await task == answer
+
+
+async def test_without_a_broker_nothing_is_aborted() -> None:
+    client = AsyncClient([unused_endpoint()])
+    with pytest.raises(BrokerUnavailable):
+        await client.abort(everything=True)
+    with pytest.raises(BrokerUnavailable):
+        await client.reset_prefix_cache("m")
+    await client.close()

@@ -157,3 +157,9 @@ def test_a_log_level_that_does_not_exist_is_refused_in_words(monkeypatch: pytest
     monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="MII_ZMQ_LOG_LEVEL is 'LOUD'"):
         telemetry_config.log_level()
+
+
+def test_a_deployment_s_gateways_have_its_admin_endpoints() -> None:
+    for value in (False, True):
+        launch = config.build(config.LaunchConfig, {"deployment": "d", "admin_endpoints": value})
+        assert launch.gateway(("tcp://127.0.0.1:5",), 0).admin_endpoints is value

@@ -20,6 +20,8 @@ from mii_zmq.errors import InvalidRequest, MiiError, ProtocolError, RequestTooLa
 from mii_zmq.protocol import (
     NO_ID,
     TAG,
+    Abort,
+    Aborted,
     BrokerHeartbeat,
     Cancel,
     Credit,
@@ -32,8 +34,10 @@ from mii_zmq.protocol import (
     Hello,
     Load,
     Message,
+    PrefixCacheReset,
     Ready,
     Registered,
+    ResetPrefixCache,
     TokenDelta,
     TokenRow,
     TokenRows,
@@ -193,6 +197,22 @@ GOLDEN: dict[str, tuple[list[bytes], tuple[str, ...]]] = {
         encode(Verb.REGISTERED, header=Registered(epoch=EPOCH, heartbeat_ms=500, liveness=6)),
         ("21", "0" * 32, f"83a565706f6368c410{EPOCH.hex()}ac6865617274626561745f6d73cd01f4a86c6976656e65737306", "80"),
     ),
+    "ABORT": (
+        encode(Verb.ABORT, ID, Abort(tenant="t", names=["n"])),
+        ("19", ID.hex(), "82a674656e616e74a174a56e616d657391a16e", "80"),
+    ),
+    "ABORT answered": (
+        encode(Verb.ABORT, ID, Aborted(num_requests=1, request_ids=[EPOCH])),
+        ("19", ID.hex(), f"82ac6e756d5f726571756573747301ab726571756573745f69647391c410{EPOCH.hex()}", "80"),
+    ),
+    "RESET_PREFIX_CACHE": (
+        encode(Verb.RESET_PREFIX_CACHE, ID, ResetPrefixCache(deployment="m")),
+        ("1a", ID.hex(), "81aa6465706c6f796d656e74a16d", "80"),
+    ),
+    "RESET_PREFIX_CACHE answered": (
+        encode(Verb.RESET_PREFIX_CACHE, ID, PrefixCacheReset(done=["g"], failed={"h": "x"})),
+        ("1a", ID.hex(), "82a4646f6e6591a167a66661696c656481a168a178", "80"),
+    ),
     "DRAIN": (encode(Verb.DRAIN), ("22", "0" * 32, "80", "80")),
     "DISCONNECT": (
         encode(Verb.DISCONNECT, header=Disconnect(reason="x")),
@@ -204,7 +224,7 @@ GOLDEN: dict[str, tuple[list[bytes], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_bytes(name: str) -> None:
     frames, expected = GOLDEN[name]
-    assert [frame.hex() for frame in frames] == ["4d49495a0100", *expected]
+    assert [frame.hex() for frame in frames] == ["4d49495a0101", *expected]
     message = decode(frames)
     assert message.to_frames() == frames
     assert message.verb.name == name.split()[0]

@@ -15,6 +15,7 @@ from typing import Any
 from mii_zmq.broker.admission import check_room
 from mii_zmq.broker.credit import UNLIMITED, grant
 from mii_zmq.broker.liveness import Liveness
+from mii_zmq.broker.prefix_resets import PrefixResets
 from mii_zmq.broker.records import Address, Client, Deployment, Note, ToClient
 from mii_zmq.broker.requests import Requests
 from mii_zmq.errors import (
@@ -33,6 +34,8 @@ from mii_zmq.protocol import (
     MAX_BODY_BYTES,
     MAX_GENERATE_HEADER_BYTES,
     NO_ID,
+    Abort,
+    Aborted,
     BrokerHeartbeat,
     Cancel,
     Credit,
@@ -40,6 +43,7 @@ from mii_zmq.protocol import (
     GenerateHeader,
     Hello,
     Message,
+    ResetPrefixCache,
     Verb,
     Welcome,
     encode,
@@ -48,7 +52,7 @@ from mii_zmq.protocol import (
 
 log = logging.getLogger(__name__)
 
-CAPABILITIES = ("batch", "credit", "logprobs")
+CAPABILITIES = ("batch", "credit", "logprobs", "abort", "reset_prefix_cache")
 IDLE_CLIENT_S = 600.0
 SETTLING_S = 10.0
 """After its start the broker cannot tell an unknown deployment from one whose workers have not registered yet."""
@@ -62,9 +66,16 @@ class Clients:
     """Events of the client socket in, actions into `requests.actions`."""
 
     def __init__(
-        self, requests: Requests, liveness: Liveness, epoch: bytes, started_at: float, status: Callable[[float], Any]
+        self,
+        requests: Requests,
+        resets: PrefixResets,
+        liveness: Liveness,
+        epoch: bytes,
+        started_at: float,
+        status: Callable[[float], Any],
     ) -> None:
         self._requests = requests
+        self._resets = resets
         self._liveness = liveness
         self._epoch = epoch
         self._started_at = started_at
@@ -76,6 +87,8 @@ class Clients:
             Verb.GENERATE: self._on_generate,
             Verb.CANCEL: self._on_cancel,
             Verb.CREDIT: self._on_credit,
+            Verb.ABORT: self._on_abort,
+            Verb.RESET_PREFIX_CACHE: self._on_reset_prefix_cache,
             Verb.HELLO: self._on_hello,
             Verb.HEARTBEAT: self._on_heartbeat,
             Verb.STATUS: self._on_status,
@@ -117,6 +130,7 @@ class Clients:
     def on_gone(self, address: Address, now: float) -> None:
         """The connection is closed: nobody will read what its requests would still produce."""
         client = self.by_address.pop(address, None)
+        self._resets.on_client_gone(address)
         if client is not None:
             self._requests.counters.clients_lost += bool(client.requests)
             self._requests.cancel(client.requests.values(), None, now)
@@ -141,6 +155,7 @@ class Clients:
         """Should it be back one day, DISCONNECT tells it that it has no requests here; it may send them again."""
         self._requests.counters.clients_lost += bool(client.requests)
         log.info("client %r missed its heartbeats with %d requests", client.name, len(client.requests))
+        self._resets.on_client_gone(client.address)
         self._requests.cancel(client.requests.values(), None, now)
         del self.by_address[client.address]
         self._disconnect(client.address, "the connection missed its heartbeats; send HELLO")
@@ -211,6 +226,33 @@ class Clients:
         wanted = {*parse_header(message, Cancel).request_ids, message.request_id}
         requests = [client.requests[request_id] for request_id in wanted if request_id in client.requests]
         self._requests.cancel(requests, Cancelled("the request was cancelled"), now)
+
+    def _on_abort(self, client: Client, message: Message, now: float) -> None:
+        """End requests wherever they came from; their own connections are told."""
+        asked, by_id = parse_header(message, Abort), self._requests.by_id
+        ids, names = set(asked.request_ids), set(asked.names)
+        candidates = by_id.values() if names or asked.everything else [by_id[i] for i in ids if i in by_id]
+        ended = [
+            request
+            for request in candidates
+            if request.tenant == asked.tenant
+            and (asked.everything or request.request_id in ids or request.header.get("x_request_id", "") in names)
+        ]
+        found = Aborted(
+            num_requests=len(ended),
+            request_ids=[request.request_id for request in ended if request.request_id in ids],
+            names=sorted({request.header.get("x_request_id", "") for request in ended} & names),
+        )
+        self._requests.cancel(ended, Cancelled("the request was aborted"), now)
+        self._send(client.address, encode(Verb.ABORT, message.request_id, found))
+
+    def _on_reset_prefix_cache(self, client: Client, message: Message, now: float) -> None:
+        name = parse_header(message, ResetPrefixCache).deployment
+        deployment = self._requests.deployments.get(name)
+        if deployment is None:
+            text = f"deployment {name[:MAX_NAME_LENGTH]!r} is unknown"
+            raise UnknownDeployment(text, param="deployment")
+        self._resets.start(client, message.request_id, deployment, now)
 
     def _on_credit(self, client: Client, message: Message, now: float) -> None:
         header = parse_header(message, Credit)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mii_zmq.broker.clients import Clients
 from mii_zmq.broker.liveness import Liveness
+from mii_zmq.broker.prefix_resets import PrefixResets
 from mii_zmq.broker.records import Action, Address, Counters, RequestState
 from mii_zmq.broker.requests import Limits, Requests
 from mii_zmq.broker.status import make_status
@@ -45,8 +46,9 @@ class BrokerState:
             )
         )
         self.liveness = Liveness(config.heartbeat_ms / 1000, config.liveness)
-        self.clients = Clients(self.requests, self.liveness, epoch, now, self.status)
-        self.workers = Workers(self.requests, self.liveness, epoch)
+        self.resets = PrefixResets(self.requests)
+        self.clients = Clients(self.requests, self.resets, self.liveness, epoch, now, self.status)
+        self.workers = Workers(self.requests, self.resets, self.liveness, epoch)
         self._last_tick = now
 
     @property
@@ -98,6 +100,7 @@ class BrokerState:
         self.workers.tick(now)
         self.clients.tick(now)
         self.requests.tick(now, now - self._last_tick)
+        self.resets.tick(now)
         self._last_tick = now
         return self.take_actions()
 
@@ -135,6 +138,7 @@ class BrokerState:
             assert deployment.queue.num_tokens == sum(r.num_tokens for r in deployment.queue)
             running = Counter(r.tenant for g in deployment.groups.values() for r in g.requests.values())
             assert deployment.tenants.running == running
+        self.resets.check({*self.workers.by_address.values()})
         for address, group in self.workers.by_address.items():
             assert group.address == address
             assert group.deployment.groups[group.name] is group

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from mii_zmq.broker.credit import num_emitted
 from mii_zmq.broker.liveness import Liveness
+from mii_zmq.broker.prefix_resets import PrefixResets
 from mii_zmq.broker.records import Address, Deployment, Group, Request, ToWorker
 from mii_zmq.broker.requests import Requests
 from mii_zmq.broker.routing import MAX_TOKENS
@@ -49,8 +50,9 @@ FENCE_INTERVAL_S = 0.25
 class Workers:
     """Events of the worker socket in, actions into `requests.actions`."""
 
-    def __init__(self, requests: Requests, liveness: Liveness, epoch: bytes) -> None:
+    def __init__(self, requests: Requests, resets: PrefixResets, liveness: Liveness, epoch: bytes) -> None:
         self._requests = requests
+        self._resets = resets
         self._liveness = liveness
         self._epoch = epoch
         self.by_address: dict[Address, Group] = {}
@@ -62,6 +64,7 @@ class Workers:
             Verb.HEARTBEAT: self._on_heartbeat,
             Verb.DRAIN: self._on_drain,
             Verb.ACCEPTED: self._on_accepted,
+            Verb.RESET_PREFIX_CACHE: self._on_prefix_cache_reset,
         }
 
     def on_message(self, address: Address, message: Message, frames: Sequence[bytes], now: float) -> None:
@@ -184,6 +187,7 @@ class Workers:
             del self.by_address[group.address]
             self.by_address[address] = group
             group.address = address
+            self._resets.on_lost(group, "the group's connection broke")
             group.last_seen = now
             group.barred.clear()
             log.info("group %r of deployment %r is back on a new connection", group.name, group.deployment.name)
@@ -202,6 +206,7 @@ class Workers:
             deployment.last_ready = now
         del self.by_address[group.address]
         del deployment.groups[group.name]
+        self._resets.on_lost(group, f"the group is gone: {why}")
         if group.requests or not group.is_draining:
             self._requests.counters.groups_lost += 1
             log.warning(
@@ -272,6 +277,8 @@ class Workers:
         error = parse_header(message, ErrorHeader)
         if message.request_id == NO_ID:
             log.warning("group %r reports: %s", group.name, error.message[:500])
+        elif self._resets.on_answer(group, message.request_id, error.message):
+            pass
         elif request is None:
             self._drop(group, message, now)
         elif error.code == Draining.code:
@@ -294,6 +301,9 @@ class Workers:
 
     def _on_accepted(self, group: Group, message: Message, frames: Sequence[bytes], now: float) -> None:
         """The broker has told the client already."""
+
+    def _on_prefix_cache_reset(self, group: Group, message: Message, frames: Sequence[bytes], now: float) -> None:
+        self._resets.on_answer(group, message.request_id)
 
     def _drop(self, group: Group, message: Message, now: float) -> None:
         """The last word on a request that is no longer this group's."""

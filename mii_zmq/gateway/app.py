@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import http_exceptions, web
 
 from mii_zmq.errors import BrokerUnavailable, StartupError
-from mii_zmq.gateway import anthropic_api, health, openai_api, openapi, page, rest, token_api
+from mii_zmq.gateway import admin_api, anthropic_api, embeddings_api, health, openai_api, openapi, page, rest, token_api
 from mii_zmq.gateway.door import Door
 from mii_zmq.gateway.middlewares import MIDDLEWARES, add_headers
 from mii_zmq.gateway.state import GATEWAY, Gateway
@@ -54,8 +54,16 @@ def make_app(config: GatewayConfig, client: AsyncClient, tracing: Tracing | None
             web.post("/v1/chat/completions", openai_api.chat_completions),
             web.post("/v1/completions", openai_api.completions),
             web.post("/v1/responses", openai_api.responses),
+            web.post("/v1/embeddings", embeddings_api.embeddings),
+            web.post("/score", embeddings_api.score),
+            web.post("/v1/score", embeddings_api.score),
+            web.post("/rerank", embeddings_api.rerank),
+            web.post("/v1/rerank", embeddings_api.rerank),
+            web.post("/v2/rerank", embeddings_api.rerank),
             web.post("/v1/messages", anthropic_api.messages),
             web.post("/v1/messages/count_tokens", anthropic_api.count_tokens),
+            web.post("/abort_request", admin_api.abort_request),
+            web.post("/reset_prefix_cache", admin_api.reset_prefix_cache),
             web.post("/tokenize", token_api.tokenize),
             web.post("/detokenize", token_api.detokenize),
         ]

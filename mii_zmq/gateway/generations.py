@@ -38,6 +38,14 @@ def check_count(num_prompts: int, num_choices: int, param: str) -> None:
         )
 
 
+def check_model(deployment: str) -> None:
+    """Raises UnknownDeployment for a name that cannot be one."""
+    try:
+        check_deployment_name(deployment)
+    except ConfigError as error:
+        raise UnknownDeployment(error.message, param="model") from None
+
+
 @contextlib.contextmanager
 def submitted(
     client: AsyncClient, deployment: str, bodies: Sequence[GenerateBody], terms: Terms, *, stream: bool
@@ -48,10 +56,7 @@ def submitted(
         UnknownDeployment: the name cannot be one.
         DeadlineExceeded: there is no time left.
     """
-    try:
-        check_deployment_name(deployment)
-    except ConfigError as error:
-        raise UnknownDeployment(error.message) from None
+    check_model(deployment)
     generations: list[Generation] = []
     record = terms.record
     if record is not None:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from mii_zmq.errors import MiiError, RequestError
 
-OPENAI_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+OPENAI_PREFIXES = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/score", "/rerank")
 ANTHROPIC_PREFIX = "/v1/messages"
 JSON = "application/json"
 _OPENAI_CODES = {"unknown_deployment": "model_not_found", "tenant_overloaded": "rate_limit_exceeded"}
@@ -50,6 +50,13 @@ class ForbiddenOrigin(RequestError):
     """A web page of another origin sent the request."""
 
     code = "forbidden_origin"
+    http_status = 403
+
+
+class EndpointDisabled(RequestError):
+    """The gateway was started without what this asks for."""
+
+    code = "endpoint_disabled"
     http_status = 403
 
 

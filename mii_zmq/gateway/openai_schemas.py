@@ -21,11 +21,12 @@ from mii_zmq.gateway.core_request import (
     shared_params,
 )
 from mii_zmq.gateway.field_rules import ParsedFields, Rule, apply_rules
-from mii_zmq.gateway.generations import check_count
+from mii_zmq.gateway.generations import MAX_GENERATIONS, check_count
 from mii_zmq.gateway.logprob_bodies import LogprobView
 from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS, StreamOptions
 from mii_zmq.gateway.openai_messages import template_messages
 from mii_zmq.gateway.output_forms import openai_demand
+from mii_zmq.gateway.prompt_lists import prompt_body, read_prompts
 from mii_zmq.gateway.request_body import Fields
 from mii_zmq.gateway.tool_choice import chat_choice
 from mii_zmq.gateway.tool_definitions import Tools, choose_tools, read_chat_tools
@@ -34,7 +35,6 @@ from mii_zmq.sampling_params import MAX_LOGPROBS
 
 OWNER = "mii_zmq"
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_TOKEN_ID = 2**31 - 1
 _NAMES = {"min_new_tokens": "min_tokens", "return_full_text": "echo", "prompt_token_ids": "prompt"}
 
 
@@ -94,10 +94,8 @@ def parse_completion(fields: Fields) -> OpenAIRequest:
         raise InvalidRequest("prompt is missing; send a string, token ids, or a list of either", param="prompt")
     add_special_tokens = parsed.values.get("add_special_tokens", True)
     prompts = [
-        GenerateBody(prompt=prompt, add_special_tokens=add_special_tokens)
-        if isinstance(prompt, str)
-        else GenerateBody(prompt_token_ids=prompt)
-        for prompt in _prompts(parsed.values["prompt"])
+        prompt_body(prompt, add_special_tokens)
+        for prompt in read_prompts(parsed.values["prompt"], "prompt", MAX_GENERATIONS)
     ]
     num_top = parsed.values.get("logprobs")
     if num_top is True:
@@ -153,30 +151,3 @@ def _request(
         include_reasoning=values.get("include_reasoning", True),
         logprobs=view,
     )
-
-
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """One string, strings, token ids, or lists of token ids."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        prompt = [prompt]
-    prompts = [prompt] if isinstance(prompt, str) else prompt
-    if not prompts:
-        raise InvalidRequest("prompt is an empty list; send at least one prompt", param="prompt")
-    # Before anything is done for each of them, on the loop that serves everybody.
-    check_count(len(prompts), 1, "prompt")
-    kind = type(prompts[0])
-    for index, entry in enumerate(prompts):
-        if type(entry) is not kind:
-            raise InvalidRequest(f"prompt mixes kinds at index {index}; send strings or lists of ids", param="prompt")
-        if not entry:
-            raise InvalidRequest(f"prompt is empty at index {index}; send some text or token ids", param="prompt")
-        if isinstance(entry, list):
-            _check_token_ids(entry)
-    return prompts
-
-
-def _check_token_ids(token_ids: list[Any]) -> None:
-    for token_id in token_ids:
-        if not isinstance(token_id, int) or not 0 <= token_id <= MAX_TOKEN_ID:
-            shown = str(token_id)[:40] if isinstance(token_id, int) else repr(token_id)[:40]
-            raise InvalidRequest(f"prompt holds {shown}, allowed: token ids from 0", param="prompt")

@@ -108,9 +108,9 @@ def _operation(route: Route, operation: Operation, model: str) -> dict[str, Any]
         answers["200"]["headers"][IGNORED_FIELDS] = {"description": "Fields that had no effect.", "schema": TEXT}
         content: dict[str, Any] = {"schema": operation.request}
         if operation.examples:
-            named = {} if "{deployment}" in route.path else {"model": model}
+            named = {"model": model} if operation.names_model and "{deployment}" not in route.path else {}
             content["examples"] = {name: {"value": {**named, **body}} for name, body in operation.examples.items()}
-        found["requestBody"] = {"required": True, "content": {JSON: content}}
+        found["requestBody"] = {"required": operation.needs_body, "content": {JSON: content}}
     return found
 
 

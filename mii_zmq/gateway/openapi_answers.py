@@ -221,6 +221,77 @@ class Detokenized(Struct):
     prompt: str
 
 
+class PromptUsage(Struct):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class EmbeddingData(Struct):
+    """`embedding` in base64: float32, little endian."""
+
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str
+
+
+class EmbeddingList(Struct):
+    id: str
+    object: Literal["list"]
+    created: Count
+    model: str
+    data: list[EmbeddingData]
+    usage: PromptUsage
+
+
+class ScoreData(Struct):
+    index: Count
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(Struct):
+    id: str
+    object: Literal["list"]
+    created: Count
+    model: str
+    data: list[ScoreData]
+    usage: PromptUsage
+
+
+class RankedDocument(Struct):
+    text: str
+
+
+class RankedResult(Struct):
+    """`index` counts the documents of the request."""
+
+    index: Count
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class Ranking(Struct):
+    """The best first."""
+
+    id: str
+    model: str
+    results: list[RankedResult]
+    usage: PromptUsage
+
+
+class AbortedRequests(Struct):
+    """`num_requests` counts choices and prompts, of which one HTTP request may have several."""
+
+    aborted: list[str]
+    not_found: list[str]
+    num_requests: Count
+
+
+class ResetGroups(Struct):
+    model: str
+    groups: list[str]
+
+
 class Model(Struct):
     id: str
     object: Literal["model"]
@@ -300,8 +371,9 @@ ANSWERS: dict[str, type[Struct]] = {
     kind.__name__: kind
     for kind in (
         MiiCompletion, MiiEvent, MiiErrorEvent, Completion, ChatCompletion, Chunk, Response, ResponseEvent,
-        AnthropicMessage, MessagesEvent, TokenCount, Tokenized, Detokenized, Model, ModelList, Index, Liveness, Startup,
-        Readiness, Status, MiiErrorAnswer, OpenAIErrorAnswer, AnthropicErrorAnswer,
+        AnthropicMessage, MessagesEvent, TokenCount, Tokenized, Detokenized, EmbeddingList, ScoreList, Ranking,
+        AbortedRequests, ResetGroups, Model,
+        ModelList, Index, Liveness, Startup, Readiness, Status, MiiErrorAnswer, OpenAIErrorAnswer, AnthropicErrorAnswer,
     )
 }  # fmt: skip
 """Those that operations name; the others are parts of them."""

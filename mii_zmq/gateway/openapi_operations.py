@@ -21,7 +21,7 @@ from mii_zmq.errors import (
     UnknownDeployment,
 )
 from mii_zmq.gateway import metrics, page, terms
-from mii_zmq.gateway.http_errors import JSON, ForbiddenOrigin, MethodNotAllowed, NotFound
+from mii_zmq.gateway.http_errors import JSON, EndpointDisabled, ForbiddenOrigin, MethodNotAllowed, NotFound
 from mii_zmq.gateway.openapi_requests import Schema, ref
 from mii_zmq.gateway.sse import HEADERS as STREAM_HEADERS
 
@@ -40,7 +40,7 @@ def subclasses(*bases: type[MiiError]) -> tuple[type[MiiError], ...]:
 
 ALWAYS: tuple[type[MiiError], ...] = (ForbiddenOrigin, InternalError)
 ASKS_BROKER = (*ALWAYS, BrokerUnavailable)
-_NOT_OF_A_REQUEST = (NotFound, MethodNotAllowed)
+_NOT_OF_A_REQUEST = (NotFound, MethodNotAllowed, EndpointDisabled)
 GENERATES = tuple(
     kind
     for kind in subclasses(RequestError, ServiceError, ProtocolError, InternalError)
@@ -58,7 +58,9 @@ class Operation:
     errors: tuple[type[MiiError], ...]
     request: Schema | None = None
     examples: Mapping[str, Any] = field(default_factory=dict)
-    """Request bodies; they get the name of a deployment where the body has a `model`."""
+    """Request bodies; they get the name of a deployment where the body `names_model`."""
+    names_model: bool = True
+    needs_body: bool = True
     has_terms: bool = False
     """Takes the headers of `terms`."""
     parameters: tuple[Schema, ...] = ()
@@ -163,6 +165,23 @@ _READY = _probe(
     (_DEPLOYMENT,),
 )
 _HTML = "text/html"
+_SCORE = Operation(
+    "embeddings", "How alike texts are: vLLM's scores", {JSON: ref("ScoreList")}, GENERATES, ref("ScoreRequest"),
+    {
+        "each": {"text_1": "Hello", "text_2": ["Hi", "Goodbye"]},
+        "pairs": {"text_1": ["Hello", "Hi"], "text_2": ["Hi", "Goodbye"]},
+    },
+    has_terms=True,
+)  # fmt: skip
+_RERANK = Operation(
+    "embeddings", "Documents by how alike they are to a query: Jina's and Cohere's", {JSON: ref("Ranking")}, GENERATES,
+    ref("RerankRequest"),
+    {
+        "plain": {"query": "Hello", "documents": ["Goodbye", "Hello there"]},
+        "best": {"query": "Hello", "documents": [{"text": "Hi"}, {"text": "Hello"}], "top_n": 1},
+    },
+    has_terms=True,
+)  # fmt: skip
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/"): Operation(
@@ -236,6 +255,26 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(
         "Anthropic", "The length of a conversation", {JSON: ref("TokenCount")}, GENERATES, ref("CountTokensRequest"),
         {"plain": _CHAT}, has_terms=True,
+    ),
+    ("POST", "/v1/embeddings"): Operation(
+        "embeddings", "OpenAI's embeddings", {JSON: ref("EmbeddingList")}, GENERATES, ref("EmbeddingRequest"),
+        {
+            "plain": {"input": "Hello", "encoding_format": "float"},
+            "several": {"input": ["Hello", "Hi"], "encoding_format": "base64", "dimensions": 4, "pooling": "mean"},
+            "ids": {"input": [[72, 105], [72, 111]]},
+        },
+        has_terms=True,
+    ),
+    **dict.fromkeys((("POST", "/score"), ("POST", "/v1/score")), _SCORE),
+    **dict.fromkeys((("POST", "/rerank"), ("POST", "/v1/rerank"), ("POST", "/v2/rerank")), _RERANK),
+    ("POST", "/abort_request"): Operation(
+        "service", "End requests by their ids", {JSON: ref("AbortedRequests")}, (*GENERATES, EndpointDisabled),
+        ref("AbortRequest"), {"one": {"request_id": "chatcmpl-0123456789abcdef0123456789abcdef"}},
+        parameters=TERMS[:1], names_model=False,
+    ),
+    ("POST", "/reset_prefix_cache"): Operation(
+        "service", "Let a deployment's groups forget their cached prefixes", {JSON: ref("ResetGroups")},
+        (*GENERATES, EndpointDisabled), ref("ResetPrefixCacheRequest"), needs_body=False,
     ),
     ("POST", "/tokenize"): Operation(
         "tokens", "Token ids of a prompt or a conversation", {JSON: ref("Tokenized")}, GENERATES,

@@ -14,9 +14,13 @@ from typing import Any
 
 import msgspec
 
+from mii_zmq.embeddings import MAX_PROMPTS
 from mii_zmq.gateway import openai_messages
+from mii_zmq.gateway.admin_api import ABORT_FIELDS, MAX_ID_CHARS, MAX_IDS, RESET_FIELDS
 from mii_zmq.gateway.anthropic_fields import MESSAGES_FIELDS
 from mii_zmq.gateway.core_request import MAX_PRIORITY
+from mii_zmq.gateway.embedding_fields import EMBEDDING_FIELDS, RERANK_FIELDS, SCORE_FIELDS
+from mii_zmq.gateway.embedding_schemas import MAX_DIMENSIONS
 from mii_zmq.gateway.field_rules import IGNORED, Honoured, Ignored, Refused, Rule
 from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from mii_zmq.gateway.output_forms import TYPES
@@ -50,6 +54,9 @@ PARAM_LIMITS: dict[str, Schema] = {
 }
 """By the names of SamplingParams: what its validator allows."""
 _SOME = {"minItems": 1, "minLength": 1}
+_IDS = {"minLength": 1, "maxLength": MAX_ID_CHARS, "maxItems": MAX_IDS,
+        "items": {"minLength": 1, "maxLength": MAX_ID_CHARS}}  # fmt: skip
+_TEXTS = {**_SOME, "maxItems": MAX_PROMPTS, "items": {"minLength": 1}}
 FIELD_LIMITS: dict[str, Schema] = {
     "max_tokens": _TOKENS,
     "max_completion_tokens": _TOKENS,
@@ -61,6 +68,14 @@ FIELD_LIMITS: dict[str, Schema] = {
     "input": _SOME,
     "prompt": _SOME,
     "prompts": {**_SOME, "items": {"minLength": 1}},
+    "dimensions": {"minimum": 1, "maximum": MAX_DIMENSIONS},
+    "text_1": _TEXTS,
+    "text_2": _TEXTS,
+    "query": _SOME,
+    "documents": {"minItems": 1, "maxItems": MAX_PROMPTS - 1},
+    "top_n": {"minimum": 0, "maximum": MAX_TOKENS},
+    "request_id": _IDS,
+    "rid": _IDS,
     "tokens": {"items": {"minimum": 0, "maximum": MAX_TOKENS}},
 }
 """By a field's own name, where its value does not go to SamplingParams as it is."""
@@ -128,6 +143,11 @@ REQUESTS: dict[str, RequestTable] = {
     ),
     "TokenizeChatRequest": RequestTable({**CHAT_FIELDS, **_NO_STRINGS}),
     "TokenizePromptRequest": RequestTable({**COMPLETION_FIELDS, **_NO_STRINGS}),
+    "EmbeddingRequest": RequestTable(EMBEDDING_FIELDS),
+    "ScoreRequest": RequestTable(SCORE_FIELDS),
+    "RerankRequest": RequestTable(RERANK_FIELDS),
+    "AbortRequest": RequestTable(ABORT_FIELDS),
+    "ResetPrefixCacheRequest": RequestTable(RESET_FIELDS),
     "DetokenizeRequest": RequestTable(_as_rules(DETOKENIZE_FIELDS, {})),
 }
 """By the name of their schema."""

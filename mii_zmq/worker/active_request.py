@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from mii_zmq.errors import Cancelled, DeadlineExceeded, InternalError, MiiError, from_wire
 from mii_zmq.protocol import FinalBody, TokenDelta
 from mii_zmq.trace_context import TraceContext
+from mii_zmq.worker.embedding import PreparedEmbedding, shape_vector
 from mii_zmq.worker.engine_channel import OutputRow, ids_to_bytes
 from mii_zmq.worker.logprob_records import RecordWriter
 from mii_zmq.worker.output_text import OutputProcessor
@@ -64,12 +65,14 @@ class ActiveRequest:
     """Of a request that asked for log-probabilities."""
     _has_told_length: bool = False
     """The client has a row that says how long its prompt is."""
+    _embedding: PreparedEmbedding | None = None
+    _vector: bytes | None = None
     _num_delivered: int = 0
     """Output tokens that the client has, resumed ones included."""
     _held_ids: list[int] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)
 
-    def prepared(self, sequence: PreparedSequence | TextAnswer) -> str | None:
+    def prepared(self, sequence: PreparedSequence | PreparedEmbedding | TextAnswer) -> str | None:
         """Take over the tokenized form; replays resumed tokens.
 
         Returns the finish reason when the resumed tokens already hold everything, so that only the end is missing; and
@@ -80,6 +83,10 @@ class ActiveRequest:
             self._texts.append(sequence.text)
             self._held_ids.extend(sequence.token_ids)
             return "stop"
+        if isinstance(sequence, PreparedEmbedding):
+            self.prompt_length = sequence.prompt_length
+            self._embedding = sequence
+            return None
         resumed = sequence.sequence.resumed_token_ids
         self.prompt_length = sequence.prompt_length
         self.num_resumed_tokens = len(resumed)
@@ -107,6 +114,12 @@ class ActiveRequest:
         Raises:
             InvalidRequest: it asked for more log-probabilities than a message can hold.
         """
+        if self._embedding is not None:
+            if row.pooled is not None:
+                self._vector = shape_vector(row.pooled, self._embedding.dimensions, self._embedding.normalize)
+            elif finish_reason is not None:
+                raise InternalError("the engine ended an embedding without a vector")
+            return None, finish_reason
         processor = self._processor
         assert processor is not None
         token_ids = row.token_ids
@@ -139,6 +152,7 @@ class ActiveRequest:
             generated_length=0 if processor is None else processor.num_tokens,
             num_cached_tokens=self.num_cached_tokens,
             matched_stop=None if processor is None else processor.matched_stop,
+            embedding=self._vector,
         )
         if self.stream:
             return body, ()

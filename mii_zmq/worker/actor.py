@@ -47,9 +47,8 @@ from mii_zmq.worker.active_request import ActiveRequest, RequestTimes
 from mii_zmq.worker.broker_link import BrokerLink
 from mii_zmq.worker.engine_channel import LOAD_FIELDS, OutputRow, StepReport, load_from_values, load_values
 from mii_zmq.worker.engine_handle import EngineHandle
-from mii_zmq.worker.intake import Intake
+from mii_zmq.worker.intake import Intake, Prepared
 from mii_zmq.worker.request_accounts import LOST, RequestAccounts, about
-from mii_zmq.worker.text import PreparedSequence
 from mii_zmq.worker.text_tasks import TextAnswer
 from mii_zmq.worker.watchdog import Watchdog
 
@@ -96,6 +95,8 @@ class Actor:
         self._seq_ids = itertools.count(1)
         self._by_id: dict[Key, ActiveRequest] = {}
         self._by_seq: dict[int, ActiveRequest] = {}
+        self._resets: dict[int, tuple[BrokerLink, bytes]] = {}
+        """Of the prefix cache, that the engine has yet to answer."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._last_report = time.monotonic()
@@ -175,6 +176,8 @@ class Actor:
             self._cancel(link, parse_header(message, Cancel).request_ids or [message.request_id])
         elif message.verb is Verb.DRAIN:
             self.drain_requested.set()
+        elif message.verb is Verb.RESET_PREFIX_CACHE:
+            self._reset_prefix_cache(link, message.request_id)
         else:
             log.warning("dropped an unexpected %s from the broker at %s", message.verb.name, link.endpoint)
 
@@ -215,6 +218,21 @@ class Actor:
         to_cancel += [request.seq_id for request in lost if self._forget(request, LOST)]
         if to_cancel:
             self._engine.cancel(to_cancel)
+
+    def on_prefix_cache_reset(self, number: int) -> None:
+        """The engine has done it: tell the broker that asked."""
+        link, request_id = self._resets.pop(number)
+        link.send(encode(Verb.RESET_PREFIX_CACHE, request_id))
+
+    def _reset_prefix_cache(self, link: BrokerLink, request_id: bytes) -> None:
+        number = next(self._seq_ids)
+        try:
+            self._engine.reset_prefix_cache(number)
+        except (transport.PeerFull, transport.PeerGone):
+            error = WorkerLost("the engine of this worker group takes no messages")
+            link.send(encode(Verb.ERROR, request_id, error.to_wire()))
+        else:
+            self._resets[number] = (link, request_id)
 
     def _take(
         self, request: ActiveRequest, row: OutputRow, outboxes: dict[tuple[int, int], list[Outbox]]
@@ -285,7 +303,7 @@ class Actor:
         if self._by_id.get((request.link, request.request_id)) is not request:
             return  # cancelled while it waited for this thread
         reason: str | None = None
-        outcome: PreparedSequence | TextAnswer | MiiError
+        outcome: Prepared | MiiError
         request.times.tokenize_start = time.monotonic()
         try:
             outcome = self._intake.prepare(message, header, request.seq_id)
@@ -301,7 +319,7 @@ class Actor:
     def _submit(
         self,
         request: ActiveRequest,
-        outcome: PreparedSequence | TextAnswer | MiiError,
+        outcome: Prepared | MiiError,
         reason: str | None,
         deadline_ms: int | None,
     ) -> None:

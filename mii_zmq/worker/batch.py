@@ -9,6 +9,7 @@ positions differently.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from mii_zmq.kernels import CellMapping, RaggedLayout
 from mii_zmq.worker.models.decoder import ForwardBatch
 from mii_zmq.worker.plan import StepPlan, StepRow
+from mii_zmq.worker.pooled_rows import NO_POOLINGS, PooledRow, pooled_rows
 
 
 class SlotState:
@@ -105,10 +107,15 @@ class RaggedBatch:
     sample_logits: Tensor | None = None
     """Rows of the logits that are sampled; None: all of them."""
     scored: tuple[ScoredRow, ...] = ()
+    pooled: tuple[PooledRow, ...] = ()
+    """Rows that contribute to a vector, in the order of the hidden states."""
 
 
-def build_batch(plan: StepPlan, state: SlotState) -> RaggedBatch:
-    """Flatten the plan's rows: decodes first, by ascending length, so that attention can run them in dense groups."""
+def build_batch(plan: StepPlan, state: SlotState, poolings: Mapping[int, str] = NO_POOLINGS) -> RaggedBatch:
+    """Flatten the plan's rows: decodes first, by ascending length, so that attention can run them in dense groups.
+
+    `poolings`: of the slots that are pooled, how.
+    """
     rows = plan.rows
     starts = np.array([row.start for row in rows], dtype=np.int64)
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
@@ -132,6 +139,11 @@ def build_batch(plan: StepPlan, state: SlotState) -> RaggedBatch:
     scored: tuple[ScoredRow, ...] = ()
     if any(row.score for row in rows):
         logit_tokens, scored = _add_scored([rows[index] for index in order], query_start_loc, sample_tokens)
+    pooled, states = [], []
+    if poolings:
+        ordered = [rows[index] for index in order]
+        pooled = pooled_rows(ordered, query_start_loc[:-1].tolist(), poolings)
+        states = [token for row in pooled for token in row.tokens]
     forward = ForwardBatch(
         token_ids=state.token_ids[_to_device(token_slots, state.device), positions_on_device],
         positions=positions_on_device,
@@ -141,6 +153,7 @@ def build_batch(plan: StepPlan, state: SlotState) -> RaggedBatch:
         layout=RaggedLayout(query_start_loc, lengths, state.block_tables[slots, :width], state.block_size),
         logit_rows=_to_device(logit_tokens, state.device) if len(logit_tokens) else None,
         rope_lengths=rope_lengths,
+        hidden_rows=_indices(states, state.device) if states else None,
     )
     sampled_order = order[samples]
     return RaggedBatch(
@@ -150,6 +163,7 @@ def build_batch(plan: StepPlan, state: SlotState) -> RaggedBatch:
         plan_order=np.argsort(sampled_order).tolist(),
         sample_logits=_to_device(np.searchsorted(logit_tokens, sample_tokens), state.device) if scored else None,
         scored=scored,
+        pooled=tuple(pooled),
     )
 
 

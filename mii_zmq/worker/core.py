@@ -163,6 +163,10 @@ class EngineCore:
         self.scheduler.cancel(seq_ids)
         self._lacks_masks = False
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running sequences go on."""
+        self.scheduler.reset_prefix_cache()
+
     def step(self) -> list[SequenceOutput]:
         """Keep the device busy and return what became known. Waits for a step only when there is one to read.
 

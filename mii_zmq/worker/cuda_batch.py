@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mii_zmq.worker.plan import EngineLimits, NewSequence, StepPlan, StepRow
+from mii_zmq.worker.pooled_rows import NO_POOLINGS, PooledRow, pooled_rows
 
 HEADER = 16
 NUM_SAMPLES = 3
@@ -109,6 +111,7 @@ class PackedStep:
     copies: np.ndarray
     """[pairs, 2] int32."""
     scored: list[ScoredChunk]
+    pooled: list[PooledRow]
 
 
 class StepPacker:
@@ -124,8 +127,11 @@ class StepPacker:
         self._table_stride = table_stride
         self._num_blocks = [0] * layout.max_sequences
 
-    def pack(self, plan: StepPlan, fixed: np.ndarray) -> PackedStep:
-        """Write the fixed part into `fixed`; the tables count as changed from here on."""
+    def pack(self, plan: StepPlan, fixed: np.ndarray, poolings: Mapping[int, str] = NO_POOLINGS) -> PackedStep:
+        """Write the fixed part into `fixed`; the tables count as changed from here on.
+
+        `poolings`: of the slots that are pooled, how.
+        """
         updates, num_updates, longest = self._updates(plan)
         rows = plan.rows
         # Long rows first: with the short ones last, the last programs of decode attention end together.
@@ -171,6 +177,7 @@ class StepPacker:
                 for row, end in zip(ordered, ends, strict=True)
                 if row.score
             ],
+            pooled=pooled_rows(ordered, [0, *ends[:-1].tolist()], poolings) if poolings else [],
         )
 
     def _tiles(self, ordered: list[StepRow], num_decodes: int) -> tuple[list[int], list[int]]:

@@ -32,7 +32,9 @@ from mii_zmq.worker.cuda_batch import (
     row_bucket,
 )
 from mii_zmq.worker.cuda_graphs import GraphCache
+from mii_zmq.worker.cuda_listed_tokens import ListedTokens
 from mii_zmq.worker.cuda_logprobs import CudaLogprobs, PendingLogprobs, PendingScores
+from mii_zmq.worker.cuda_pooling import CudaPooling, PendingVectors
 from mii_zmq.worker.cuda_sampler import CudaSampler
 from mii_zmq.worker.cuda_sampling_slots import SamplingVariant
 from mii_zmq.worker.kv_pool import KvPool
@@ -63,10 +65,11 @@ class CudaPendingStep:
         void: dict[int, str],
         logprobs: PendingLogprobs | None,
         scores: PendingScores | None,
+        vectors: PendingVectors | None,
     ) -> None:
         """`void`: slots of the step whose tokens do not count, and why."""
         self._step, self._packed, self._out, self._event, self._void = step, packed, out, event, void
-        self._logprobs, self._scores = logprobs, scores
+        self._logprobs, self._scores, self._vectors = logprobs, scores, vectors
 
     def done(self) -> bool:
         return bool(self._event.query())
@@ -86,6 +89,9 @@ class CudaPendingStep:
             result.logprobs = self._logprobs.read()
         if self._scores is not None:
             result.scores = self._scores.read()
+        if self._vectors is not None:
+            result.pooled, spoiled = self._vectors.read()
+            result.failed |= spoiled
         return result
 
 
@@ -138,7 +144,9 @@ class CudaExecutor:
         pdl = torch.cuda.get_device_capability(device)[0] >= 9
         self._sampler = CudaSampler(limits.max_sequences, limits.vocab_size, device, layout.max_rows, pdl=pdl)
         self._sampler.reserve(GREEDY)
-        self._logprobs = CudaLogprobs(decoder, state, layout)
+        listed = ListedTokens(state, layout)
+        self._logprobs = CudaLogprobs(decoder, state, listed)
+        self._pooling = CudaPooling(decoder, listed)
         self._is_plain = [True] * limits.max_sequences
         """Slots whose next token is the largest logit, unmasked."""
         self._void: dict[int, str] = {}
@@ -193,7 +201,8 @@ class CudaExecutor:
         buffers.event.synchronize()
         fixed = self._layout.fixed_words
         host = buffers.packed.numpy()
-        step = self._packer.pack(plan, host[:fixed])
+        self._pooling.apply(plan)
+        step = self._packer.pack(plan, host[:fixed], self._pooling.poolings)
         self._pool.zero_blocks(plan.zeroed)
         self._sampler.release(plan.freed_slots)
         self._logprobs.slots.release(plan.freed_slots)
@@ -206,6 +215,7 @@ class CudaExecutor:
         if step.num_rows:
             self._run_trunk(choose_bucket(step, self._layout, self._buckets))
         scores = self._logprobs.of_prompts(step.scored) if step.scored else None
+        vectors = self._pooling.add(step.pooled) if step.pooled else None
         logprobs = None
         if step.sample_slots:
             if plan.masks:
@@ -215,7 +225,7 @@ class CudaExecutor:
             logprobs = self._logprobs.of_drawn(step.sample_slots, self._out[0])
         buffers.event.record(self._stream)
         void = {row.slot: self._void[row.slot] for row in plan.rows if row.slot in self._void} if self._void else {}
-        return CudaPendingStep(plan.step, step, buffers.out.numpy(), buffers.event, void, logprobs, scores)
+        return CudaPendingStep(plan.step, step, buffers.out.numpy(), buffers.event, void, logprobs, scores, vectors)
 
     def _install(self, new: NewSequence) -> None:
         self._void.pop(new.slot, None)

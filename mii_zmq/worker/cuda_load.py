@@ -87,6 +87,7 @@ def build_cuda_executor(
         token_budget=budget,
         eos_token_ids=model_config.eos_token_ids,
         scores_prompts=True,
+        hidden_size=model_config.state_size,
         rope_border=model_config.rope_border,
         recomputes_at_border=model_config.recomputes_at_border,
     )

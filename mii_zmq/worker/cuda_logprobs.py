@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mii_zmq.worker.cuda_batch import NUM_SAMPLES, PackedLayout, ScoredChunk, decode_buckets, row_bucket
+from mii_zmq.worker.cuda_batch import ScoredChunk
+from mii_zmq.worker.cuda_listed_tokens import ListedTokens, to_host, upload
 from mii_zmq.worker.models.cuda_buffers import DeviceState
 from mii_zmq.worker.models.cuda_decoder import CudaDecoder
 from mii_zmq.worker.plan import TokenLogprobs
@@ -58,21 +59,19 @@ class PendingScores:
 class CudaLogprobs:
     """Queues measurements on the current stream."""
 
-    def __init__(self, decoder: CudaDecoder, state: DeviceState, layout: PackedLayout) -> None:
+    def __init__(self, decoder: CudaDecoder, state: DeviceState, listed: ListedTokens) -> None:
         self.slots = LogprobSlots()
-        self._decoder, self._state, self._layout = decoder, state, layout
-        self._rows_per_head = min(layout.max_rows, layout.token_budget)
-        self._buckets = decode_buckets(self._rows_per_head)
+        self._decoder, self._state, self._listed = decoder, state, listed
 
     def of_drawn(self, sample_slots: list[int], drawn: Tensor) -> PendingLogprobs | None:
         """Of the tokens `drawn` from the decoder's last logits, for those of the slots that want them."""
         wanted = self.slots.rows(sample_slots)
         if not wanted:
             return None
-        rows = self._upload(np.array(list(wanted), dtype=np.int64))
+        rows = upload(np.array(list(wanted), dtype=np.int64), drawn.device)
         widths = list(wanted.values())
         packed = measure(self._decoder.last_logits[rows], drawn[rows], max(widths))
-        return PendingLogprobs(_to_host(packed), [sample_slots[row] for row in wanted], widths)
+        return PendingLogprobs(to_host(packed), [sample_slots[row] for row in wanted], widths)
 
     def of_prompts(self, chunks: list[ScoredChunk]) -> PendingScores:
         """Of the tokens behind those of the chunks. Call between trunk and head: the head's inputs are put back."""
@@ -82,29 +81,9 @@ class CudaLogprobs:
             return PendingScores(None, chunks, widths)
         stride = self._state.token_ids.stride(0)
         following = np.concatenate([np.arange(chunk.count) + chunk.slot * stride + chunk.start + 1 for chunk in chunks])
-        packed, layout = self._state.packed, self._layout
-        count = packed[NUM_SAMPLES : NUM_SAMPLES + 1]
-        listed = packed[layout.sample_tokens : layout.sample_tokens + layout.max_rows]
-        saved = count.clone(), listed.clone()
-        histories = self._state.token_ids.view(-1)
-        parts = []
-        for begin in range(0, len(tokens), self._rows_per_head):
-            some = slice(begin, begin + self._rows_per_head)
-            indices = self._upload(np.stack([tokens[some], following[some]]).astype(np.int64))
-            num_rows = indices.shape[1]
-            listed[:num_rows].copy_(indices[0])
-            count.fill_(num_rows)
-            # Padded, so that the head runs in the shapes that it has been compiled for.
-            logits = self._decoder.head(row_bucket(num_rows, self._buckets))[:num_rows]
-            parts.append(measure(logits, histories[indices[1]], max(widths)))
-        count.copy_(saved[0])
-        listed.copy_(saved[1])
-        return PendingScores(_to_host(torch.cat(parts)), chunks, widths)
-
-    def _upload(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).pin_memory().to(self._state.packed.device, non_blocking=True)
-
-
-def _to_host(packed: Tensor) -> Tensor:
-    host = torch.zeros(packed.shape, dtype=packed.dtype, pin_memory=True)
-    return host.copy_(packed, non_blocking=True)
+        successors = self._state.token_ids.view(-1)[upload(following.astype(np.int64), self._state.packed.device)]
+        parts = [
+            measure(logits, successors[some], max(widths))
+            for some, logits in self._listed.run(tokens, self._decoder.head)
+        ]
+        return PendingScores(to_host(torch.cat(parts)), chunks, widths)

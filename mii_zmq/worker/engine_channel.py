@@ -44,6 +44,8 @@ class OutputRow(NamedTuple):
     """With the first tokens of a request that asked: of prompt tokens 1, 2, ..."""
     timing: tuple[float, int] | None = None
     """As in plan.SequenceOutput."""
+    pooled: bytes | None = None
+    """Of a prompt that is pooled, on its only row: float32, little endian."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,13 @@ class CancelSequences:
     """To the engine: end these with finish reason 'cancelled'; ids that ended before are ignored."""
 
     seq_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """To the engine: forget all cached prefixes; answered by PrefixCacheReset with the same number."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +115,26 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCacheReset:
+    """From the engine: no prefix that was cached before is found any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFailed:
     """From the engine, its last message: it cannot start, or it cannot go on."""
 
     error: MiiError
 
 
-ToEngine: TypeAlias = AddSequence | CancelSequences | Shutdown
-FromEngine: TypeAlias = Progress | ModelResolved | EngineReady | StepReport | EngineFailed
+ToEngine: TypeAlias = AddSequence | CancelSequences | ResetPrefixCache | Shutdown
+FromEngine: TypeAlias = Progress | ModelResolved | EngineReady | StepReport | PrefixCacheReset | EngineFailed
 
 _KINDS: dict[type[Any], bytes] = {
-    AddSequence: b"A", CancelSequences: b"C", Shutdown: b"Q",
-    Progress: b"p", ModelResolved: b"m", EngineReady: b"r", StepReport: b"s", EngineFailed: b"f",
+    AddSequence: b"A", CancelSequences: b"C", ResetPrefixCache: b"R", Shutdown: b"Q",
+    Progress: b"p", ModelResolved: b"m", EngineReady: b"r", StepReport: b"s", PrefixCacheReset: b"e",
+    EngineFailed: b"f",
 }  # fmt: skip
 
 
@@ -131,6 +148,8 @@ def encode(message: ToEngine | FromEngine) -> list[bytes]:
             value = _sequence_to_wire(request)
         case CancelSequences(seq_ids):
             value = seq_ids
+        case ResetPrefixCache(number) | PrefixCacheReset(number):
+            value = number
         case Shutdown():
             value = None
         case Progress(text, fraction):
@@ -152,6 +171,8 @@ def decode_to_engine(frames: Sequence[bytes]) -> ToEngine:
             return AddSequence(_sequence_from_wire(value))
         if kind == b"C":
             return CancelSequences(list(value))
+        if kind == b"R":
+            return ResetPrefixCache(int(value))
         if kind == b"Q":
             return Shutdown()
     except (TypeError, ValueError, KeyError) as error:
@@ -172,6 +193,8 @@ def decode_from_engine(frames: Sequence[bytes]) -> FromEngine:
         if kind == b"r":
             limits, info = value
             return EngineReady(EngineLimits(**limits), info)
+        if kind == b"e":
+            return PrefixCacheReset(int(value))
         if kind == b"f":
             return EngineFailed(from_wire(value))
     except (TypeError, ValueError, KeyError) as error:

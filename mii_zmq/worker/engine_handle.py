@@ -25,6 +25,7 @@ from mii_zmq.worker.engine_channel import (
     CancelSequences,
     EngineFailed,
     FromEngine,
+    ResetPrefixCache,
     Shutdown,
     ToEngine,
     decode_from_engine,
@@ -70,6 +71,10 @@ class EngineHandle:
     def add(self, request: SequenceRequest) -> None:
         """Raises PeerFull when the engine has not read for so long that its queue is full."""
         self._send(AddSequence(request))
+
+    def reset_prefix_cache(self, number: int) -> None:
+        """Answered by PrefixCacheReset; raises PeerFull or PeerGone when the engine does not read."""
+        self._send(ResetPrefixCache(number))
 
     def cancel(self, seq_ids: Sequence[int]) -> None:
         """Never lost: what the queue does not take now is sent with the engine's next message."""

@@ -37,7 +37,9 @@ from mii_zmq.worker.engine_channel import (
     FromEngine,
     ModelResolved,
     OutputRow,
+    PrefixCacheReset,
     Progress,
+    ResetPrefixCache,
     Shutdown,
     StepReport,
     decode_to_engine,
@@ -105,6 +107,9 @@ class EngineLoop:
                 self._add(message)
             elif isinstance(message, CancelSequences):
                 self._core.cancel(message.seq_ids)
+            elif isinstance(message, ResetPrefixCache):
+                self._core.reset_prefix_cache()
+                self._channel.send(encode(PrefixCacheReset(message.number)))
             elif isinstance(message, Shutdown):
                 self._is_running = False
                 return
@@ -134,6 +139,7 @@ class EngineLoop:
                     output.logprobs,
                     output.prompt_scores,
                     output.timing,
+                    output.pooled,
                 )
             )
             self._generated_tokens += len(output.token_ids)

@@ -33,6 +33,8 @@ from mii_zmq.worker.plan import (
     StepResult,
     TokenLogprobs,
 )
+from mii_zmq.worker.pooled_rows import note_poolings
+from mii_zmq.worker.pooling import Pooler, to_bytes
 from mii_zmq.worker.token_logprobs import LogprobSlots, measure, unpack
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,10 @@ class Model(Protocol):
     """What the executor needs of a model."""
 
     def forward(self, batch: ForwardBatch, kv_layers: Sequence[KvLayer]) -> Tensor | None: ...
+
+    def forward_hidden(
+        self, batch: ForwardBatch, kv_layers: Sequence[KvLayer]
+    ) -> tuple[Tensor | None, Tensor | None]: ...
 
 
 class TokenSampler(Protocol):
@@ -91,6 +97,8 @@ class ModelExecutor:
             limits.recomputes_at_border,
         )  # fmt: skip
         self._logprobs = LogprobSlots()
+        self._poolings: dict[int, str] = {}
+        self._pooler = Pooler()
         self._last_step = 0
         self._void: dict[int, str] = {}
         """Slots whose sampling options cannot be applied, and why: they draw greedily, and nothing counts."""
@@ -117,8 +125,18 @@ class ModelExecutor:
         self._apply(plan)
         if not plan.rows:
             return StepResult(plan.step, [])
-        batch = build_batch(plan, self._state)
-        logits = self._model.forward(batch.forward, self._pool.layers)
+        batch = build_batch(plan, self._state, self._poolings)
+        if not batch.pooled:
+            return self._draw(plan, batch, self._model.forward(batch.forward, self._pool.layers))
+        logits, hidden = self._model.forward_hidden(batch.forward, self._pool.layers)
+        result = self._draw(plan, batch, logits)
+        slots, vectors = self._pooler.add(hidden, batch.pooled)
+        if vectors is not None:
+            result.pooled, failed = to_bytes(slots, vectors.cpu().numpy())
+            result.failed |= failed
+        return result
+
+    def _draw(self, plan: StepPlan, batch: RaggedBatch, logits: Tensor | None) -> StepResult:
         if logits is None:
             return StepResult(plan.step, [])
         logits = logits.float()
@@ -149,6 +167,8 @@ class ModelExecutor:
         self._logprobs.release(plan.freed_slots)
         for slot in plan.freed_slots:
             self._void.pop(slot, None)
+        note_poolings(self._poolings, plan.freed_slots, plan.new)
+        self._pooler.release(plan.freed_slots)
         for new in plan.new:
             self._install(new)
         self._pool.zero_blocks(self._state.begun_blocks(plan.rows))

@@ -16,12 +16,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from mii_zmq.errors import InternalError
 from mii_zmq.worker.fake_faults import Faults, Hook
-from mii_zmq.worker.fake_model import FakeModel, extend_hash
+from mii_zmq.worker.fake_model import FakeModel, extend_hash, pooled_bytes
 from mii_zmq.worker.plan import (
     NOT_FINITE,
     EngineLimits,
@@ -59,6 +59,10 @@ class _Slot:
     hooks: dict[Hook, int]
     """What goes wrong with it, and from how many output tokens on."""
     num_computed: int = 0
+    states: list[list[float]] = field(default_factory=list)
+    """Of a prompt that is pooled: all hidden states, made with its first row."""
+    num_pooled: int = 0
+    """Of them, those that rows have computed."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -198,11 +202,12 @@ class FakeExecutor:
             wrong = self._read(row)
             if wrong is not None:
                 self._spoil(row, wrong)
-                if row.sample:
+                if row.sample or row.pool:
                     failed.setdefault(row.slot, NOT_FINITE)
             if row.sample:
                 token_ids.append(self._draw(row, plan.masks.get(row.slot)))
-        return fault or StepResult(plan.step, token_ids, failed, self._scores(plan), self._logprobs(plan, token_ids))
+        scores, logprobs, pooled = self._scores(plan), self._logprobs(plan, token_ids), self._pooled(plan)
+        return fault or StepResult(plan.step, token_ids, failed, scores, logprobs, pooled)
 
     def _scores(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
         scores = {}
@@ -213,6 +218,21 @@ class FakeExecutor:
                 width = slot.sampling.num_prompt_logprobs
                 scores[row.slot] = [self.model.logprobs(i, width) for i in slot.token_ids[row.start + 1 : end]]
         return scores
+
+    def _pooled(self, plan: StepPlan) -> dict[int, bytes]:
+        pooled = {}
+        for row in plan.rows:
+            slot = self._slots[row.slot]
+            pooling, end = slot.sampling.pooling, row.start + row.num_tokens
+            if not pooling:
+                continue
+            slot.states = slot.states or self.model.hidden_states(slot.token_ids, self.limits.hidden_size)
+            slot.num_pooled += row.num_tokens
+            if row.pool:
+                is_whole = slot.num_pooled == end
+                self._require(is_whole or pooling == "last", f"slot {row.slot} is pooled without all of its tokens")
+                pooled[row.slot] = pooled_bytes(slot.states, pooling)
+        return pooled
 
     def _logprobs(self, plan: StepPlan, token_ids: list[int]) -> dict[int, TokenLogprobs]:
         if not self._measured:
@@ -286,6 +306,7 @@ class FakeExecutor:
             self._require(not is_new, f"slot {row.slot} is new and gets its blocks twice")
             self._append_blocks(row.slot, row.new_block_ids)
         size, end = self.limits.block_size, row.start + row.num_tokens
+        ends, is_pooled = end == slot.num_tokens, bool(slot.sampling.pooling)
         problem = None
         if row.start != slot.num_computed and not (
             row.start > slot.num_computed and (is_new or slot.num_computed % size == row.start % size == 0)
@@ -293,11 +314,11 @@ class FakeExecutor:
             problem = f"starts at {row.start} but has computed {slot.num_computed}"
         elif row.num_tokens < 1 or end > slot.num_tokens:
             problem = f"computes tokens {row.start} to {end - 1} of {slot.num_tokens}"
-        elif row.sample != (end == slot.num_tokens):
-            problem = f"has sample {row.sample} at {end} of {slot.num_tokens} tokens"
+        elif (row.sample, row.pool) != (ends and not is_pooled, ends and is_pooled):
+            problem = f"has sample {row.sample} and pool {row.pool} at {end} of {slot.num_tokens} tokens"
         elif end > len(slot.block_ids) * size:
             problem = f"has no block for position {end - 1}"
-        elif slot.num_tokens >= self.limits.max_model_len:
+        elif slot.num_tokens >= self.limits.max_model_len + is_pooled:
             problem = f"grows past the model's length of {self.limits.max_model_len}"
         elif self.limits.recomputes_at_border and slot.fixed_rope_length <= (self.limits.rope_border or 0) < end:
             problem = f"computes position {end - 1} on top of keys rotated for at most {self.limits.rope_border}"

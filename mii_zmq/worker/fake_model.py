@@ -7,12 +7,17 @@ what any engine around this model must produce for a request, however it batches
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mii_zmq.worker.plan import SamplingSpec, SequenceRequest, TokenLogprobs
 
 EOS_TOKEN_ID = 256
 VOCAB_SIZE = 257
+
+FADING = 0.9
+"""What is left of a token in the hidden state of the next one."""
 
 ALPHABETS: dict[str, tuple[int, ...]] = {
     "printable": tuple(range(0x20, 0x7F)),
@@ -71,6 +76,22 @@ class FakeModel:
         logprob = -(1 + token_id % 7) / 8
         return TokenLogprobs(logprob, 1, top_ids, [logprob - index for index in range(num_top)])
 
+    def hidden_states(self, token_ids: Sequence[int], size: int) -> list[list[float]]:
+        """One per token, each made of the token and of those before it, which count for less the further they are away:
+        what ends alike is alike."""
+        states: list[list[float]] = []
+        state = [0.0] * size
+        for token_id in token_ids:
+            state = [FADING * value for value in state]
+            state[token_id % size] += 1.0
+            state[(7 * token_id + 3) % size] -= 0.5
+            states.append(state)
+        return states
+
+    def pool(self, token_ids: Sequence[int], pooling: str, size: int) -> bytes:
+        """The vector of a prompt, as `SequenceOutput.pooled` has it: what any engine around this model must produce."""
+        return pooled_bytes(self.hidden_states(token_ids, size), pooling)
+
     def _draws_eos(self, value: int, num_output_tokens: int) -> bool:
         if self.eos_after is not None and num_output_tokens >= self.eos_after:
             return True
@@ -88,3 +109,12 @@ class FakeModel:
             if token_id in request.sampling.stop_token_ids and len(outputs) > request.sampling.min_new_tokens:
                 break
         return outputs[len(request.resumed_token_ids) :]
+
+
+def pooled_bytes(states: Sequence[Sequence[float]], pooling: str) -> bytes:
+    """The last of the states, the first, or their mean; float32, little endian."""
+    if pooling == "mean":
+        values = [sum(column) / len(states) for column in zip(*states, strict=True)]
+    else:
+        values = list(states[-1] if pooling == "last" else states[0])
+    return struct.pack(f"<{len(values)}f", *values)

@@ -33,6 +33,8 @@ _OPTIONS = (
     *_LIMIT_OPTIONS, *_HOOK_OPTIONS,
 )  # fmt: skip
 _RANK = "rank_"
+HIDDEN_SIZE = 32
+"""Of the fake model's vectors."""
 
 
 def is_fake_model(model: str) -> bool:
@@ -55,6 +57,7 @@ def make_fake_executor(config: EngineConfig, rank: int = 0) -> FakeExecutor:
         token_budget=config.token_budget or 512,
         eos_token_ids=(EOS_TOKEN_ID,),
         scores_prompts=True,
+        hidden_size=HIDDEN_SIZE,
     )
     for name in _LIMIT_OPTIONS:
         if name in options:

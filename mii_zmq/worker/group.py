@@ -30,7 +30,14 @@ from mii_zmq.tracing import start_tracing
 from mii_zmq.worker.actor import Actor
 from mii_zmq.worker.broker_link import BrokerLink
 from mii_zmq.worker.chat_template import reasons, template_problem, tool_format_of
-from mii_zmq.worker.engine_channel import EngineReady, FromEngine, ModelResolved, Progress, StepReport
+from mii_zmq.worker.engine_channel import (
+    EngineReady,
+    FromEngine,
+    ModelResolved,
+    PrefixCacheReset,
+    Progress,
+    StepReport,
+)
 from mii_zmq.worker.engine_handle import EngineHandle
 from mii_zmq.worker.intake import Intake
 from mii_zmq.worker.request_accounts import RequestAccounts
@@ -132,17 +139,20 @@ class WorkerGroup:
                 "kv_tokens": limits.num_blocks * limits.block_size,
                 "tool_format": tool_format_of(tokenizer),
                 "reasoning": reasons(tokenizer),
+                "pooling": self._engine_config.pooling if limits.hidden_size else None,
+                "hidden_size": limits.hidden_size,
                 **ready.info,
                 **({"structured_output": []} if tokenizer.token_bytes is None else {}),
             },
         )
+        intake = Intake(tokenizer, limits, self._engine_config.pooling)
         watchdog = Watchdog(self._engine_config.step_timeout_s)
         spans = None
         if self._tracing is not None:
             spans = RequestSpans(self._tracing, self._name, self._config.deployment)
         return Actor(
             engine,
-            Intake(tokenizer, limits),
+            intake,
             registration,
             self._config.tokenizer_threads,
             watchdog,
@@ -231,6 +241,9 @@ class WorkerGroup:
         if isinstance(message, StepReport):
             if self._actor is not None:
                 self._actor.on_step(message)
+        elif isinstance(message, PrefixCacheReset):
+            if self._actor is not None:
+                self._actor.on_prefix_cache_reset(message.number)
         elif isinstance(message, Progress):
             self._on_progress(message)
         elif isinstance(message, ModelResolved):

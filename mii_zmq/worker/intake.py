@@ -13,11 +13,14 @@ from mii_zmq.errors import InvalidRequest
 from mii_zmq.protocol import GenerateBody, GenerateHeader, Message, parse_body
 from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.tokenizer import TextTokenizer
+from mii_zmq.worker.embedding import PreparedEmbedding, build_embedding
 from mii_zmq.worker.engine_channel import ids_from_bytes
 from mii_zmq.worker.plan import EngineLimits
 from mii_zmq.worker.prompt_text import PromptInput
 from mii_zmq.worker.text import PreparedSequence, build_sequence
 from mii_zmq.worker.text_tasks import TextAnswer, answer_text_task
+
+Prepared = PreparedSequence | PreparedEmbedding | TextAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,10 @@ class Intake:
 
     tokenizer: TextTokenizer
     limits: EngineLimits
+    pooling: str = "last"
+    """Of embeddings whose requests name none."""
 
-    def prepare(self, message: Message, header: GenerateHeader, seq_id: int) -> PreparedSequence | TextAnswer:
+    def prepare(self, message: Message, header: GenerateHeader, seq_id: int) -> Prepared:
         """Validate and tokenize one request; what needs no engine is answered here.
 
         Raises:
@@ -52,11 +57,20 @@ class Intake:
             continue_final_message=body.continue_final_message,
             return_reasoning_start=body.return_reasoning_start,
         )
-        if body.task != "generate":
-            if header.stream:
-                raise InvalidRequest(f"the task {body.task!r} has one answer; leave stream out", param="stream")
+        if body.task != "embed":
+            _check_embedding_fields(body)
+        if body.task != "generate" and header.stream:
+            raise InvalidRequest(f"the task {body.task!r} has one answer; leave stream out", param="stream")
+        if body.task in ("tokenize", "detokenize"):
             return answer_text_task(self.tokenizer, self.limits, body.task, prompt)
         resumed = _resumed_ids(message)
+        if body.task == "embed":
+            if resumed:
+                raise InvalidRequest("an embedding has no output to resume behind; leave it out", param="resume")
+            return build_embedding(
+                self.tokenizer, self.limits, body, prompt, self.pooling,
+                seq_id=seq_id, priority=header.priority, cache_salt=header.tenant,
+            )  # fmt: skip
         return build_sequence(
             self.tokenizer,
             self.limits,
@@ -70,6 +84,12 @@ class Intake:
             # They came with the first row.
             score_prompt=not (header.stream and resumed),
         )
+
+
+def _check_embedding_fields(body: GenerateBody) -> None:
+    for name in ("pooling", "dimensions", "normalize"):
+        if getattr(body, name) not in (None, True):
+            raise InvalidRequest(f"{name} belongs to the task 'embed'; leave it out", param=name)
 
 
 def _resumed_ids(message: Message) -> list[int]:

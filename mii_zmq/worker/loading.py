@@ -55,6 +55,8 @@ class _Loaded:
     weight_bytes: int
     num_kv_heads: int
     """That this rank holds."""
+    hidden_size: int
+    """Of the final hidden states; 0: the model does not give them."""
     rope_border: int | None = None
     recomputes_at_border: bool = False
 
@@ -109,8 +111,8 @@ def load_executor(
     say("preparing weights", 0.0)
     decoder = Decoder(model_config, weights, kernels.for_device(device), device, dtype, shard, collectives)
     loaded = _Loaded(
-        decoder, facts, dtype, decoder.weight_bytes, shard.num_kv_heads, model_config.rope_border,
-        model_config.recomputes_at_border,
+        decoder, facts, dtype, decoder.weight_bytes, shard.num_kv_heads, model_config.state_size,
+        model_config.rope_border, model_config.recomputes_at_border,
     )  # fmt: skip
     return _make_executor(config, directory, loaded, device, num_threads, say, rank, collectives)
 
@@ -130,7 +132,7 @@ def _load_fallback(
     dtype = _dtype(config, fallback_facts(directory), device)
     _check_deterministic(config, False, dtype, device)
     model, facts = load_fallback(directory, dtype, device, kernels.for_device(device), say)
-    return _Loaded(model, facts, dtype, model.weight_bytes, facts.num_kv_heads)
+    return _Loaded(model, facts, dtype, model.weight_bytes, facts.num_kv_heads, model.state_size)
 
 
 def _make_executor(
@@ -166,6 +168,7 @@ def _make_executor(
         token_budget=config.token_budget or (GPU_TOKEN_BUDGET if device.type == "cuda" else CPU_TOKEN_BUDGET),
         eos_token_ids=facts.eos_token_ids,
         scores_prompts=True,
+        hidden_size=loaded.hidden_size,
         rope_border=loaded.rope_border,
         recomputes_at_border=loaded.recomputes_at_border,
     )

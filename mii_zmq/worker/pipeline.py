@@ -23,13 +23,16 @@ from typing import Any, NamedTuple
 
 from mii_zmq.config import EngineConfig
 from mii_zmq.errors import Cancelled, DeadlineExceeded, InternalError, MiiError
+from mii_zmq.protocol import GenerateBody
 from mii_zmq.response import ResponseReader
 from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.worker.core import EngineCore
+from mii_zmq.worker.embedding import build_embedding
 from mii_zmq.worker.engine_channel import FromEngine, ModelResolved, Progress
 from mii_zmq.worker.engine_inbox import EngineInbox
 from mii_zmq.worker.engine_process import load_engine
+from mii_zmq.worker.local_embedding import LocalEmbedding
 from mii_zmq.worker.plan import EngineLimits, EngineStats, SequenceOutput
 from mii_zmq.worker.prompt_text import PromptInput
 from mii_zmq.worker.text import PreparedSequence, build_sequence
@@ -118,14 +121,17 @@ class LocalRequest:
     close = cancel
 
 
+Local = LocalRequest | LocalEmbedding
+
+
 @dataclass(frozen=True, slots=True)
 class _Add:
-    requests: list[LocalRequest]
+    requests: Sequence[Local]
 
 
 @dataclass(frozen=True, slots=True)
 class _Cancel:
-    request: LocalRequest
+    request: Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,7 @@ class LocalEngine:
         self.tokenizer = loaded.tokenizer
         self.limits = loaded.limits
         self._seq_ids = itertools.count(1)
+        self._pooling = config.pooling
 
     def submit(self, wanted: Sequence[tuple[Prompt, SamplingParams, int]]) -> list[LocalRequest]:
         """Start generating for (prompt, options, index of the choice among `options.n`) each.
@@ -164,6 +171,24 @@ class LocalEngine:
         """
         requests = [self._prepare(prompt, params, choice) for prompt, params, choice in wanted]
         self._thread.send(_Add(requests))
+        return requests
+
+    def embed(self, bodies: Sequence[GenerateBody]) -> list[LocalEmbedding]:
+        """Start computing the embeddings that these (`embeddings.embedding_bodies`) ask for.
+
+        Raises:
+            RequestError: one of them cannot be done; then none was started.
+        """
+        wanted = [
+            build_embedding(
+                self.tokenizer, self.limits, body, PromptInput(text=body.prompt, token_ids=body.prompt_token_ids),
+                self._pooling, seq_id=next(self._seq_ids), priority=0, cache_salt="",
+            )
+            for body in bodies
+        ]  # fmt: skip
+        thread = self._thread
+        requests = [LocalEmbedding(prepared, lambda request: thread.send(_Cancel(request))) for prepared in wanted]
+        thread.send(_Add(requests))
         return requests
 
     def stats(self) -> EngineStats:
@@ -202,7 +227,7 @@ class _EngineThread(threading.Thread):
         self.loaded: Future[_Loaded] = Future()
         self._config = config
         self._report = report
-        self._requests: dict[int, LocalRequest] = {}
+        self._requests: dict[int, Local] = {}
 
     def send(self, command: _Add | _Cancel | _Ask) -> None:
         """Hand over a command; after the end of the engine its requests fail with the reason of that."""
@@ -319,7 +344,9 @@ class _EngineThread(threading.Thread):
         request = self._requests.get(output.seq_id)
         if request is None:
             return
-        if output.finish_reason in (None, "stop", "length"):
+        if isinstance(request, LocalEmbedding) and output.pooled is not None:
+            request.put(output.pooled)
+        elif isinstance(request, LocalRequest) and output.finish_reason in (None, "stop", "length"):
             try:
                 reason = request.take(output)
             except MiiError as error:

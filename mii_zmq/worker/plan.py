@@ -19,6 +19,8 @@ from mii_zmq.errors import MiiError
 
 NOT_FINITE = "the model's logits are not finite"
 """The reason in `StepResult.failed` that says so; others are exceptions."""
+POOLINGS = ("last", "mean", "first")
+"""What a prompt's hidden states can be made one vector by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class SamplingSpec:
     """So many of the most probable tokens beside each scored prompt token."""
     is_masked: bool = False
     """Its rows sample only with a mask in `StepPlan.masks`, which allows at least one token."""
+    pooling: str = ""
+    """Empty: tokens are drawn. Else none is: the prompt's final hidden states (behind the last norm) are pooled into
+    one vector, which is the 'last' token's, the 'first' one's, or the 'mean' of all."""
 
     @property
     def needs_penalties(self) -> bool:
@@ -88,7 +93,7 @@ class SequenceRequest:
     """Unique while the engine lives, chosen by the sender."""
     prompt_token_ids: list[int]
     max_new_tokens: int
-    """Output tokens at most, resumed ones included."""
+    """Output tokens at most, resumed ones included; 0 with `SamplingSpec.pooling`."""
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
     resumed_token_ids: list[int] = field(default_factory=list)
     """Output tokens produced earlier (here or elsewhere); generation goes on behind them, none is sent again."""
@@ -138,6 +143,8 @@ class SequenceOutput:
     timing: tuple[float, int] | None = None
     """On the first output and on the last: when the prompt was begun, by the engine's clock (0: never), and how often
     the sequence has been set back since, to be computed again."""
+    pooled: bytes | None = None
+    """With `SamplingSpec.pooling`, on the only output: float32, little endian, `EngineLimits.hidden_size` of them."""
 
 
 @dataclass(slots=True)
@@ -176,6 +183,8 @@ class StepRow:
     """Appended to the slot's block table before the forward pass (empty for a sequence listed in `new`)."""
     score: bool = False
     """True: report how probable the token behind each of these is (but for the one that `sample` draws)."""
+    pool: bool = False
+    """True: the last row of a prompt that is pooled (`SamplingSpec.pooling`); report the vector."""
 
 
 @dataclass(slots=True)
@@ -203,7 +212,7 @@ class StepPlan:
         """Plain msgpack types for the plan channel to other ranks."""
         return {
             "step": self.step,
-            "rows": [[r.slot, r.start, r.num_tokens, r.sample, r.new_block_ids, r.score] for r in self.rows],
+            "rows": [[r.slot, r.start, r.num_tokens, r.sample, r.new_block_ids, r.score, r.pool] for r in self.rows],
             # Not as `asdict` does it, which copies every token id by itself.
             "new": [
                 {
@@ -247,6 +256,8 @@ class StepResult:
     """By slot, for rows with `score`."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Of the drawn token by slot, for slots with `SamplingSpec.num_logprobs`; meaningless for failed rows."""
+    pooled: dict[int, bytes] = field(default_factory=dict)
+    """By slot, for rows with `pool`: float32, little endian; meaningless for failed rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +277,8 @@ class EngineLimits:
     eos_token_ids: tuple[int, ...] = ()
     scores_prompts: bool = False
     """The executor computes `StepRow.score`."""
+    hidden_size: int = 0
+    """Numbers in a final hidden state, and so in a pooled vector; 0: the executor does not pool."""
     rope_border: int | None = None
     """Sequence length above which the model rotates positions differently; None: it never does."""
     recomputes_at_border: bool = False

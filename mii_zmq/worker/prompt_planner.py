@@ -89,9 +89,9 @@ class PromptPlanner:
 
     def _compute(self, planned: PlannedStep, chunk: Chunk, max_tokens: int) -> int:
         num_tokens = self._residency.grow_chunk(planned, chunk, max_tokens)
-        if chunk.row.sample:
+        if chunk.row.sample or chunk.row.pool:
             if chunk.sequence.mask is not None:
                 planned.masks[chunk.row.slot] = chunk.sequence.mask
-            chunk.sequence.num_in_flight += 1
+            chunk.sequence.num_in_flight += chunk.row.sample
             self._queues.end_prefill(chunk.sequence)
         return num_tokens

@@ -36,11 +36,17 @@ class PromptInput:
 
 
 def encode_prompt(
-    tokenizer: TextTokenizer, limits: EngineLimits, prompt: PromptInput, *, must_fit: bool = True
+    tokenizer: TextTokenizer,
+    limits: EngineLimits,
+    prompt: PromptInput,
+    *,
+    must_fit: bool = True,
+    has_output: bool = True,
 ) -> tuple[list[int], str | None]:
     """The prompt's ids, and its text unless it came as ids.
 
-    Raises as `build_sequence`; PromptTooLong only where it `must_fit` the context.
+    Raises as `build_sequence`; PromptTooLong only where it `must_fit` the context, with an output token if it
+    `has_output`.
     """
     forms = [form for form in (prompt.text, prompt.token_ids, prompt.messages) if form is not None]
     if len(forms) != 1:
@@ -52,7 +58,7 @@ def encode_prompt(
         if not token_ids:
             raise InvalidRequest("prompt_token_ids is empty; send at least one token", param="prompt_token_ids")
         if must_fit:
-            _check_context(len(token_ids), limits, "prompt_token_ids")
+            _check_context(len(token_ids), limits, "prompt_token_ids", has_output)
         return token_ids, None
     if prompt.messages is not None:
         param, text = (
@@ -69,13 +75,13 @@ def encode_prompt(
     else:
         param, text = "prompt", _check_prompt_text(prompt.text)
     if must_fit:
-        _check_characters(tokenizer, len(text), limits, param)
+        _check_characters(tokenizer, len(text), limits, param, has_output)
     # A chat template writes its own special tokens.
     token_ids = tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens and prompt.messages is None)
     if not token_ids:
         raise InvalidRequest(f"{param} gives no tokens; send some text", param=param)
     if must_fit:
-        _check_context(len(token_ids), limits, param)
+        _check_context(len(token_ids), limits, param, has_output)
     if max(token_ids) >= limits.vocab_size:
         raise InvalidRequest(
             f"{param} contains a token ({max(token_ids)}) that the tokenizer knows but the model does not", param=param
@@ -111,13 +117,18 @@ def _check_prompt_text(text: Any) -> str:
     return check_text(text, "prompt")
 
 
-def _check_context(num_tokens: int, limits: EngineLimits, param: str) -> None:
-    if num_tokens >= sequence_capacity(limits):
-        raise too_long(f"{param} has {num_tokens} tokens, and at least one must be left for output", limits, param)
+def _check_context(num_tokens: int, limits: EngineLimits, param: str, has_output: bool) -> None:
+    if num_tokens + has_output > sequence_capacity(limits):
+        rest = ", and at least one must be left for output" if has_output else ""
+        raise too_long(f"{param} has {num_tokens} tokens{rest}", limits, param)
 
 
-def _check_characters(tokenizer: TextTokenizer, num_chars: int, limits: EngineLimits, param: str) -> None:
+def _check_characters(
+    tokenizer: TextTokenizer, num_chars: int, limits: EngineLimits, param: str, has_output: bool
+) -> None:
     """Refuse, before the work of tokenizing it, a text that cannot fit however it is cut."""
-    if tokenizer.max_token_chars is not None and num_chars >= tokenizer.max_token_chars * sequence_capacity(limits):
+    if tokenizer.max_token_chars is not None and num_chars + has_output > (
+        tokenizer.max_token_chars * sequence_capacity(limits)
+    ):
         least = -(-num_chars // tokenizer.max_token_chars)
         raise too_long(f"{param} has {num_chars} characters, at least {least} tokens", limits, param)

@@ -97,7 +97,8 @@ class Queues:
         self.prefilling.add(sequence)
 
     def end_prefill(self, sequence: Sequence) -> None:
-        """All known tokens are planned, and so is the draw of the next one, which `num_in_flight` counts."""
+        """All known tokens are planned, and so is the draw of the next one, if one is drawn, which `num_in_flight`
+        counts."""
         self.prefilling.remove(sequence)
         sequence.in_prefill = False
         if sequence.num_tokens >= sequence.max_tokens:

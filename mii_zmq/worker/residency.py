@@ -142,7 +142,8 @@ class Residency:
         return matched
 
     def grow_chunk(self, planned: PlannedStep, chunk: Chunk, max_tokens: int) -> int:
-        """Add up to `max_tokens` tokens to the chunk's row. Returns how many; sets `sample` at the last known one."""
+        """Add up to `max_tokens` tokens to the chunk's row. Returns how many; sets `sample`, or `pool` where nothing is
+        drawn, at the last known one."""
         sequence, row = chunk.sequence, chunk.row
         num_tokens = min(max_tokens, sequence.num_uncomputed_tokens)
         end = sequence.num_computed_tokens + num_tokens
@@ -154,7 +155,9 @@ class Residency:
             sequence.block_ids += added
             chunk.block_ids += added
         row.num_tokens += num_tokens
-        row.sample = end == len(sequence.token_ids)
+        if end == len(sequence.token_ids):
+            row.pool = bool(sequence.sampling.pooling)
+            row.sample = not row.pool
         sequence.num_computed_tokens = end
         self.num_computed_tokens += num_tokens
         planned.fresh_block_ids.update(self.register_known_blocks(sequence, planned))

@@ -172,8 +172,21 @@ class Scheduler:
                 self._register_known_blocks(sequence)
         if result.logprobs:
             planned.give_logprobs(result.logprobs, outputs)
+        self._end_pooled(planned, result)
         self.recovery.note_good_step(planned)
         return self.take_outputs()
+
+    def _end_pooled(self, planned: PlannedStep, result: StepResult) -> None:
+        for sequence, vector in planned.take_pooled(result.pooled):
+            if sequence.is_finished:
+                continue
+            self.recovery.numeric_streak.succeeded()
+            self._register_known_blocks(sequence)
+            self._end(sequence)
+            output = SequenceOutput(sequence.seq_id, [], "stop", pooled=vector)
+            output.num_cached_tokens = sequence.num_cached_tokens
+            output.timing = sequence.timing
+            self._pending.append(output)
 
     def _note_first_output(self, sequence: Sequence, output: SequenceOutput) -> None:
         sequence.has_emitted = True

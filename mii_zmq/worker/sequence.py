@@ -15,6 +15,7 @@ from enum import Enum
 
 from mii_zmq.errors import InvalidRequest, PromptTooLong
 from mii_zmq.worker.plan import (
+    POOLINGS,
     EngineLimits,
     NewSequence,
     SamplingSpec,
@@ -125,7 +126,8 @@ class Sequence:
 
     @property
     def may_borrow(self) -> bool:
-        return not self.is_apart and not self.lacks_scores
+        """Blocks that others computed may stand for its tokens. Nothing is known of the hidden states behind them."""
+        return not self.is_apart and not self.lacks_scores and self.sampling.pooling in ("", "last")
 
     @property
     def num_output_tokens(self) -> int:
@@ -160,7 +162,9 @@ def make_sequence(request: SequenceRequest, limits: EngineLimits, now: float, nu
     prompt, resumed = request.prompt_token_ids, request.resumed_token_ids
     if not prompt:
         raise InvalidRequest("the prompt holds no tokens; send at least one", param="prompt")
-    if request.max_new_tokens < 1:
+    if request.sampling.pooling:
+        _check_pooling(request, limits)
+    elif request.max_new_tokens < 1:
         raise InvalidRequest(f"max_new_tokens is {request.max_new_tokens}, allowed: at least 1", param="max_new_tokens")
     if len(resumed) > request.max_new_tokens:
         raise InvalidRequest(
@@ -190,14 +194,24 @@ def make_sequence(request: SequenceRequest, limits: EngineLimits, now: float, nu
     )
 
 
+def _check_pooling(request: SequenceRequest, limits: EngineLimits) -> None:
+    if not limits.hidden_size:
+        raise InvalidRequest("this engine does not give the model's hidden states, so it cannot embed", param="task")
+    if request.sampling.pooling not in POOLINGS:
+        shown = request.sampling.pooling[:40]
+        raise InvalidRequest(f"pooling is {shown!r}, allowed: {', '.join(POOLINGS)}", param="pooling")
+    if request.max_new_tokens or request.resumed_token_ids or request.score_prompt:
+        raise InvalidRequest("a prompt that is pooled has no output tokens and no scores", param="pooling")
+
+
 def _check_lengths(request: SequenceRequest, limits: EngineLimits) -> None:
     pool_tokens = limits.num_blocks * limits.block_size
     num_prompt, num_new = len(request.prompt_token_ids), request.max_new_tokens
+    room = "" if request.sampling.pooling else " with room for one output token"
     for limit, name in ((limits.max_model_len, "the model's context"), (pool_tokens, "the whole KV pool")):
-        if num_prompt + 1 > limit:
+        if num_prompt + bool(room) > limit:
             raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens, but {name} holds {limit} with room for one output token; "
-                "shorten the prompt",
+                f"the prompt has {num_prompt} tokens, but {name} holds {limit}{room}; shorten the prompt",
                 param="prompt",
             )
         if num_prompt + num_new > limit:
@@ -265,6 +279,13 @@ class PlannedStep:
             if row.score and sequence is not None and sequence.prompt_scores is not None:
                 known = sequence.prompt_scores
                 known += scores[row.slot][len(known) - row.start : sequence.num_prompt_tokens - 1 - row.start]
+
+    def take_pooled(self, pooled: dict[int, bytes]) -> list[tuple[Sequence, bytes]]:
+        """Sequences whose prompt is complete with this step, each with its vector; `pooled` is by slot."""
+        if not pooled:
+            return []
+        rows = zip(self.rows, self.sequences, strict=True)
+        return [(item, pooled[row.slot]) for row, item in rows if row.pool and item is not None]
 
     def give_logprobs(self, logprobs: dict[int, TokenLogprobs], outputs: list[SequenceOutput]) -> None:
         """To this step's outputs, each of one token; `logprobs` is by slot."""

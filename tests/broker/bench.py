@@ -75,10 +75,12 @@ class Bench:
     def hello(self, name: str, batch: bool = True) -> None:
         self.client(name, Verb.HELLO, header={"batch": batch})
 
-    def generate(self, name: str | Address, number: int, *, stream: bool = True, raw: Any = (), **header: Any) -> None:
+    def generate(
+        self, client: str | Address, number: int, /, *, stream: bool = True, raw: Any = (), **header: Any
+    ) -> None:
         body = header.pop("body", {"prompt": f"request {number}"})
         values = GenerateHeader(deployment=header.pop("deployment", "m"), stream=stream, **header)
-        self.client(name, Verb.GENERATE, number, values, body=body, raw=raw)
+        self.client(client, Verb.GENERATE, number, values, body=body, raw=raw)
 
     def worker(self, name: str, frames: list[bytes]) -> None:
         self.perform(self.state.worker_message(address(name), decode(frames), frames, self.now))

@@ -88,6 +88,8 @@ class ModelWorker:
                 for cancelled in message.header.get("request_ids") or [message.request_id]:
                     if self.running.pop(cancelled, None):
                         self.outbox.append(encode(Verb.ERROR, cancelled, {"code": "cancelled", "message": ""}))
+            case Verb.RESET_PREFIX_CACHE:
+                self.outbox.append(encode(Verb.RESET_PREFIX_CACHE, message.request_id))
             case Verb.DISCONNECT if not any(frames[1][0] == Verb.READY for frames in self.outbox):
                 self.say_ready()
 
@@ -170,7 +172,9 @@ class ModelBench(Bench):
                 self.num_tokens[key] += len(ids)
         elif message.verb is Verb.DISCONNECT:
             self.given_up.add(where)
-        elif message.verb in (Verb.FINAL, Verb.ERROR) and message.header.get("param") != "request_id":
+        elif message.verb in (Verb.FINAL, Verb.ERROR, Verb.RESET_PREFIX_CACHE) and (
+            message.header.get("param") != "request_id"
+        ):
             self.terminals[where, message.request_id] += 1
 
 
@@ -180,6 +184,7 @@ class Interleavings(RuleBasedStateMachine):
         self.bench = ModelBench()
         self.numbers = 0
         self.asked: list[tuple[Address, int]] = []
+        self.asked_resets: list[tuple[Address, int]] = []
         self.clients: dict[str, Address] = {}
         for name in CLIENTS:
             self.connect_client(name)
@@ -240,6 +245,22 @@ class Interleavings(RuleBasedStateMachine):
             where, number = self.asked[pick % len(self.asked)]
             if where in self.clients.values() and len(where) == 1:
                 self.bench.client(where, Verb.CANCEL, number)
+
+    @rule(name=st.sampled_from(CLIENTS), pick=picks, tenant=st.sampled_from(("", "", "t")))
+    def abort(self, name: str, pick: int, tenant: str) -> None:
+        """By anybody, of anybody's."""
+        if self.asked:
+            _, number = self.asked[pick % len(self.asked)]
+            header = {"request_ids": [request_id(number)], "tenant": tenant}
+            self.numbers += 1
+            self.bench.client(self.clients[name], Verb.ABORT, self.numbers, header)
+            assert tenant or request_id(number) not in self.bench.state.requests.by_id
+
+    @rule(name=st.sampled_from(CLIENTS), deployment=st.sampled_from(DEPLOYMENTS))
+    def reset_prefix_cache(self, name: str, deployment: str) -> None:
+        self.numbers += 1
+        self.asked_resets.append((self.clients[name], self.numbers))
+        self.bench.client(self.clients[name], Verb.RESET_PREFIX_CACHE, self.numbers, {"deployment": deployment})
 
     @rule(name=st.sampled_from(CLIENTS), politely=st.booleans())
     def client_leaves(self, name: str, politely: bool) -> None:
@@ -338,9 +359,10 @@ class Interleavings(RuleBasedStateMachine):
         self.books_balance()
         assert state.num_unfinished == 0
         assert state.requests.held_bytes == 0
+        assert len(state.resets) == 0
         self.spans_are_complete()
         alive = set(self.clients.values()) - self.bench.given_up
-        for where, number in self.asked:
+        for where, number in self.asked + self.asked_resets:
             if where in alive:
                 assert self.bench.terminals[where, request_id(number)] == 1, (where, number)
 

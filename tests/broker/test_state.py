@@ -429,7 +429,7 @@ class TestClients:
         welcome = bench.last("c").header
         assert welcome["deployments"] == ["m"]
         assert welcome["heartbeat_ms"] == 500
-        assert welcome["capabilities"] == ["batch", "credit", "logprobs"]
+        assert welcome["capabilities"] == ["batch", "credit", "logprobs", "abort", "reset_prefix_cache"]
         bench.client("c", Verb.HEARTBEAT)
         assert bench.last("c").header == {"epoch": welcome["epoch"]}
 

@@ -22,9 +22,12 @@ import pytest
 
 import mii_zmq as mii
 from mii_zmq import cli
+from mii_zmq.embeddings import values_of
 from mii_zmq.errors import InvalidRequest, PromptTooLong, ServiceError
 from mii_zmq.registry import Registry, process_identity
+from mii_zmq.worker.embedding import shape_vector
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, FakeModel
+from mii_zmq.worker.fake_options import HIDDEN_SIZE
 from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
 from tests.ctrl_c import interrupted_when
 
@@ -99,6 +102,28 @@ def test_every_way_of_asking_gives_the_same_text(client: mii.MIIClient) -> None:
 
     status, answer = post(client, {"prompts": prompts, "max_new_tokens": 20})
     assert (status, [item["generated_text"] for item in answer]) == (200, texts)
+    check_embeddings(client, prompts)
+
+
+def check_embeddings(client: mii.MIIClient, texts: list[str]) -> None:
+    """Of the synchronous client, which calls from any thread, and of the asynchronous one."""
+
+    def expected(text: str, pooling: str, dimensions: int | None, normalize: bool) -> list[float]:
+        pooled = FakeModel().pool(list(text.encode()), pooling, HIDDEN_SIZE)
+        return values_of(shape_vector(pooled, dimensions, normalize))
+
+    async def embed() -> list[list[float]]:
+        async with mii.async_client("d") as asynchronous:
+            return await asynchronous.embed(texts)
+
+    assert client.embed(texts) == asyncio.run(embed()) == [expected(text, "last", None, True) for text in texts]
+    assert client.embed("hi", pooling="mean", dimensions=5, normalize=False) == [expected("hi", "mean", 5, False)]
+    assert client.embed([104, 105]) == client.embed([[104, 105]]) == client.embed("hi")
+    for wrong in ([], "", ["a", 5], [["a"]], ["\ud800"]):
+        with pytest.raises(InvalidRequest):
+            client.embed(wrong)
+    with pytest.raises(InvalidRequest, match="allowed: 1 to 32"):
+        client.embed("hi", dimensions=33)
 
 
 def test_log_probabilities_are_the_same_at_every_door(client: mii.MIIClient) -> None:

@@ -27,6 +27,10 @@ GREEDY: dict[str, Any] = {"do_sample": False, "ignore_eos": True}
 PROMPTS = ["The quick brown fox", "你好，世界！", "def f(x):\n    return", "a", "1 2 3 4 5 6 7 8 9 10" * 6]
 
 
+VECTORS: list[list[float]] = []
+"""What one rank makes of the prompts as embeddings."""
+
+
 def expected_text(prompt: str, max_new_tokens: int) -> str:
     return bytes(FakeModel().generate(SequenceRequest(0, list(prompt.encode()), max_new_tokens))).decode()
 
@@ -70,6 +74,7 @@ def wait_for_info(client: mii.MIIClient, accept: Callable[[dict[str, Any]], bool
 def alone(tiny_model: Path) -> Iterator[list[str]]:
     """What one rank makes of the prompts: greedy, then drawn."""
     with mii.pipeline(str(tiny_model), kv_cache_gb=0.05) as pipe:
+        VECTORS.extend(pipe.embed(PROMPTS, pooling="mean"))
         yield texts_of(pipe)
 
 
@@ -83,6 +88,8 @@ def texts_of(model: Any) -> list[str]:
 def test_two_ranks_write_what_one_writes(tiny_model: Path, alone: list[str]) -> None:
     with mii.pipeline(str(tiny_model), kv_cache_gb=0.05, tensor_parallel=2) as pipe:
         assert texts_of(pipe) == alone
+        for found, expected in zip(pipe.embed(PROMPTS, pooling="mean"), VECTORS, strict=True):
+            assert found == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.long

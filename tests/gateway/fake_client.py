@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mii_zmq.client import Completion
 from mii_zmq.errors import BrokerUnavailable, Cancelled, MiiError, UnknownDeployment
 from mii_zmq.generation import SentAgain
-from mii_zmq.protocol import FinalBody, GenerateBody, TokenDelta, new_request_id
+from mii_zmq.protocol import Aborted, FinalBody, GenerateBody, PrefixCacheReset, TokenDelta, new_request_id
 from mii_zmq.telemetry import LONG_S
 from mii_zmq.trace_context import TraceContext
+from mii_zmq.worker.embedding import shape_vector
+from mii_zmq.worker.fake_model import FakeModel
 
 
 class FakeGeneration:
@@ -27,7 +29,9 @@ class FakeGeneration:
         tenant: str = "",
         priority: int = 0,
         deadline_s: float | None = None,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.request_id = new_request_id()
         self.deployment = deployment
         self.body = body
@@ -40,6 +44,7 @@ class FakeGeneration:
         self.is_cancelled = asyncio.Event()
         self.texts: list[str] = []
         self.logprobs = b""
+        self.embedding = b""
         self._deltas: list[TokenDelta] = []
         self._error: MiiError | None = None
         self._changed = asyncio.Event()
@@ -74,6 +79,10 @@ class FakeGeneration:
             matched_stop=matched_stop,
         )
         self._changed.set()
+
+    @property
+    def is_running(self) -> bool:
+        return self.final is None and self._error is None
 
     @property
     def has_deltas(self) -> bool:
@@ -123,12 +132,25 @@ class FakeGeneration:
             num_cached_tokens=self.final.num_cached_tokens,
             matched_stop=self.final.matched_stop,
             logprobs=self.logprobs,
+            embedding=self.embedding,
         )
+
+
+def embedding_of(body: GenerateBody) -> bytes:
+    """What the fake worker would say."""
+    token_ids = list((body.prompt or "").encode()) or body.prompt_token_ids or [0]
+    pooling = {"cls": "first", None: "last"}.get(body.pooling, body.pooling)
+    assert pooling is not None
+    return shape_vector(FakeModel().pool(token_ids, pooling, 16), body.dimensions, body.normalize)
 
 
 def echo(generation: FakeGeneration) -> None:
     """The default answer: the prompt's words, in brackets, a token each."""
     body = generation.body
+    if body.task == "embed":
+        generation.embedding = embedding_of(body)
+        generation.finish("stop")
+        return
     text = body.prompt or " ".join(m["content"] for m in body.messages or ()) or str(body.prompt_token_ids)
     generation.push(*(f"[{word}]" for word in text.split()))
     generation.finish("length")
@@ -147,6 +169,8 @@ class FakeClient:
         self.says_prompt_length = True
         """As brokers of earlier versions do not."""
         self.tool_format: str | None = None
+        self.resets: list[str] = []
+        self.failed_resets: dict[str, str] = {}
         self.offers_grammars = True
         self.reasons = False
         self._new: asyncio.Queue[FakeGeneration] = asyncio.Queue()
@@ -230,6 +254,33 @@ class FakeClient:
                 "cancellations": {"running": 1},
             },
         }
+
+    async def abort(
+        self, *, names: Sequence[str], request_ids: Sequence[bytes], everything: bool, tenant: str
+    ) -> Aborted:
+        """As the broker does it."""
+        if not self.is_connected:
+            raise BrokerUnavailable("no broker answers")
+        ended = [
+            generation
+            for generation in self.sent
+            if generation.is_running
+            and generation.tenant == tenant
+            and (everything or generation.name in names or generation.request_id in request_ids)
+        ]
+        for generation in ended:
+            generation.fail(Cancelled("the request was aborted"))
+        return Aborted(
+            num_requests=len(ended),
+            request_ids=[g.request_id for g in ended if g.request_id in request_ids],
+            names=sorted({g.name for g in ended} & set(names)),
+        )
+
+    async def reset_prefix_cache(self, deployment: str) -> PrefixCacheReset:
+        if deployment not in self.deployments:
+            raise UnknownDeployment(f"deployment {deployment!r} is unknown", param="deployment")
+        self.resets.append(deployment)
+        return PrefixCacheReset(done=[f"{deployment}-0"], failed=self.failed_resets)
 
     async def close(self) -> None:
         self.is_closed = True

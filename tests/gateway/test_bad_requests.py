@@ -55,6 +55,9 @@ DOORS = [
         {"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": "a b"}]},
         "max_tokens",
     ),
+    Door("/v1/embeddings", "input", {"model": "fake", "input": "a b"}, "dimensions"),
+    Door("/v1/score", "text_2", {"model": "fake", "text_1": "a", "text_2": "b"}, "max_tokens"),
+    Door("/v1/rerank", "documents", {"model": "fake", "query": "a", "documents": ["b"]}, "max_tokens_per_doc"),
 ]
 
 BAD_FIELDS = [
@@ -142,7 +145,7 @@ async def check_refusal(response: aiohttp.ClientResponse, door: Door, status: in
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
 async def test_bad_fields_are_refused_by_name(door: Door, http: aiohttp.ClientSession, broker: FakeClient) -> None:
     headers = {"Content-Type": "application/json"}
-    for field, value in (*BAD_FIELDS, *BAD_FORMS[door.path]):
+    for field, value in (*BAD_FIELDS, *BAD_FORMS.get(door.path, ())):
         start = time.process_time()
         async with http.post(door.path, data=door.body(field, value), headers=headers) as response:
             error = await check_refusal(response, door, 400)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mii_zmq.gateway.anthropic_fields import MESSAGES_FIELDS
+from mii_zmq.gateway.embedding_fields import EMBEDDING_FIELDS
 from mii_zmq.gateway.field_rules import IGNORED
 from mii_zmq.gateway.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from mii_zmq.gateway.responses_fields import RESPONSES_FIELDS
@@ -216,6 +217,7 @@ def test_every_field_of_the_packages_is_known() -> None:
     from anthropic.types import message_create_params as messages
     from anthropic.types.beta import message_create_params as beta_messages
     from openai.types import completion_create_params as completions
+    from openai.types import embedding_create_params as embeddings
     from openai.types.chat import completion_create_params as chats
     from openai.types.responses import response_create_params as responses
 
@@ -225,5 +227,6 @@ def test_every_field_of_the_packages_is_known() -> None:
         (responses.ResponseCreateParamsBase, RESPONSES_FIELDS),
         (chats.CompletionCreateParamsBase, CHAT_FIELDS),
         (completions.CompletionCreateParamsBase, COMPLETION_FIELDS),
+        (embeddings.EmbeddingCreateParams, EMBEDDING_FIELDS),
     ):
         assert set(typing.get_type_hints(params)) <= set(rules)

@@ -27,6 +27,7 @@ LIMITS = EngineLimits(
     max_sequences=8,
     token_budget=64,
     eos_token_ids=(FAKE_EOS,),
+    hidden_size=3,
 )
 NO_LOAD = load_values(Load())
 PATIENCE_S = 30
@@ -38,6 +39,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.added: asyncio.Queue[SequenceRequest] = asyncio.Queue()
         self.cancelled: list[int] = []
+        self.resets: list[int] = []
         self.is_full = False
         self.lost: MiiError | None = None
 
@@ -51,6 +53,11 @@ class ScriptedEngine:
 
     def cancel(self, seq_ids: Sequence[int]) -> None:
         self.cancelled.extend(seq_ids)
+
+    def reset_prefix_cache(self, number: int) -> None:
+        if self.is_full:
+            raise transport.PeerFull("full")
+        self.resets.append(number)
 
 
 class RecordingLink:

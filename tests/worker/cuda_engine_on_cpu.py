@@ -59,6 +59,10 @@ SPECS = [
 ]
 
 
+POOLED = (("mean", 30), ("last", 17), ("first", 26), ("mean", 1))
+"""How prompts are pooled that run beside the others, and their lengths."""
+
+
 class NoEvent:
     def record(self, stream: object) -> None: ...
 
@@ -106,8 +110,11 @@ def mask_behind(request: SequenceRequest, num_output_tokens: int) -> bytes:
     return sum(1 << token_id for token_id in allowed).to_bytes(4 * -(-VOCAB // 32), "little")
 
 
-def run(executor: Executor) -> tuple[dict[int, list[Any]], dict[int, list[TokenLogprobs]], int]:
-    """Token ids and finish_reason of every request, its log-probabilities, and the number of preemptions."""
+Found = tuple[dict[int, list[Any]], dict[int, list[TokenLogprobs]], dict[int, torch.Tensor], int]
+
+
+def run(executor: Executor) -> Found:
+    """Token ids and finish_reason of every request, its log-probabilities, pooled vectors, number of preemptions."""
     core = EngineCore(executor, grammars=ScriptedGrammars(mask_behind=mask_behind))
     draw = random.Random(3)
     for seq_id, spec in enumerate(SPECS):
@@ -116,11 +123,18 @@ def run(executor: Executor) -> tuple[dict[int, list[Any]], dict[int, list[TokenL
         grammar = ("regex", "made up") if spec.is_masked else None
         num_new = draw.randint(6, 14)
         core.add(SequenceRequest(seq_id, prompt, num_new, sampling=spec, score_prompt=scores, grammar=grammar))
+    for seq_id, (pooling, length) in enumerate(POOLED, 100):
+        prompt = [draw.randrange(VOCAB) for _ in range(length)]
+        core.add(SequenceRequest(seq_id, prompt, 0, sampling=SamplingSpec(pooling=pooling)))
     outputs: dict[int, list[Any]] = {seq_id: [] for seq_id in range(len(SPECS))}
+    vectors: dict[int, torch.Tensor] = {}
     measured: dict[int, list[TokenLogprobs]] = {seq_id: [] for seq_id in range(len(SPECS))}
     while core.scheduler.has_work:
         for output in core.step():
             assert output.error is None, output.error
+            if output.pooled is not None:
+                vectors[output.seq_id] = torch.frombuffer(bytearray(output.pooled), dtype=torch.float32)
+                continue
             outputs[output.seq_id] += output.token_ids
             measured[output.seq_id] += [*(output.prompt_scores or ()), *(output.logprobs or ())]
             if output.finish_reason:
@@ -128,7 +142,8 @@ def run(executor: Executor) -> tuple[dict[int, list[Any]], dict[int, list[TokenL
     stats = core.stats()
     assert stats.num_used_blocks == 0
     core.close()
-    return outputs, measured, stats.num_preemptions
+    assert len(vectors) == len(POOLED)
+    return outputs, measured, vectors, stats.num_preemptions
 
 
 def compare_measured(found: dict[int, list[TokenLogprobs]], expected: dict[int, list[TokenLogprobs]]) -> None:
@@ -157,6 +172,7 @@ def run_faults(num_blocks: int) -> None:
     good = [SequenceRequest(seq_id, [11 + seq_id] * 5, 6, sampling=SPECS[seq_id]) for seq_id in range(2)]
     bad = [
         SequenceRequest(2, [20, BANE, 21] * 6, 6),
+        SequenceRequest(4, [20, BANE, 21], 0, sampling=SamplingSpec(pooling="mean")),
         SequenceRequest(3, [30, 31], 6, sampling=SamplingSpec(seed=2**70, temperature=1.0)),
     ]
     found: list[dict[int, list[int]]] = []
@@ -170,7 +186,9 @@ def run_faults(num_blocks: int) -> None:
                 outputs[output.seq_id] += output.token_ids
                 if output.error is not None:
                     errors[output.seq_id] = type(output.error)
-        assert errors == ({2: NumericError, 3: InternalError} if requests[-1].seq_id == 3 else {}), errors
+        assert errors == ({2: NumericError, 3: InternalError, 4: NumericError} if requests[-1].seq_id == 3 else {}), (
+            errors
+        )
         found.append({request.seq_id: outputs[request.seq_id] for request in good})
     assert found[0] == found[1] == found[2], found
     assert executor._pool.slab.isfinite().all(), "what was not finite was zeroed before the next requests came"
@@ -184,18 +202,20 @@ def main(num_blocks: int, deterministic: bool) -> None:
         model="random", max_sequences=SLOTS, block_size=BLOCK, num_blocks=num_blocks, token_budget=BUDGET,
         deterministic=deterministic,
     )  # fmt: skip
-    found, measured, preemptions = run(
+    found, measured, vectors, preemptions = run(
         cuda_load.build_cuda_executor(config, CONFIG, make_weights(), MAX_LEN, use_graphs=False)
     )  # fmt: skip
     pool = KvPool(np, BlockShape(CONFIG.num_layers, 2, BLOCK, 16, torch.float32), num_blocks)
     model = Decoder(CONFIG, make_weights(), kernels.for_device(CPU), CPU, torch.float32)
-    limits = EngineLimits(VOCAB, MAX_LEN, num_blocks, BLOCK, SLOTS, BUDGET, scores_prompts=True)
+    limits = EngineLimits(VOCAB, MAX_LEN, num_blocks, BLOCK, SLOTS, BUDGET, scores_prompts=True, hidden_size=32)
     sampler = Sampler(SLOTS, VOCAB, CPU)
-    expected, expected_measured, _ = run(
+    expected, expected_measured, expected_vectors, _ = run(
         ModelExecutor(model, pool, sampler, limits, MemoryBill(0, 0, num_blocks, num_blocks * BLOCK))
     )
     assert found == expected, f"{found}\n{expected}"
     compare_measured(measured, expected_measured)
+    for seq_id, vector in vectors.items():
+        torch.testing.assert_close(vector, expected_vectors[seq_id], rtol=1e-3, atol=1e-3)
     print(f"{preemptions} preemptions, {sum(map(len, found.values()))} outputs")
 
 

@@ -396,3 +396,25 @@ async def test_many_requests_leave_nothing_behind(harness: Harness) -> None:
         ends += harness.link.sent.get_nowait().verb in (Verb.FINAL, Verb.ERROR)
     assert ends == 200
     harness.assert_empty()
+
+
+async def test_a_reset_of_the_prefix_cache_is_answered_when_the_engine_has_done_it() -> None:
+    harness = Harness(num_links=2)
+    first, second = bytes(15) + b"\1", bytes(15) + b"\2"
+    harness.send(Verb.RESET_PREFIX_CACHE, first)
+    harness.send(Verb.RESET_PREFIX_CACHE, second, link=1)
+    assert all(link.sent.empty() for link in harness.links)
+    one, two = harness.engine.resets
+    harness.actor.on_prefix_cache_reset(two)
+    assert (await harness.links[1].take(Verb.RESET_PREFIX_CACHE)).request_id == second
+    assert harness.links[0].sent.empty()
+    harness.actor.on_prefix_cache_reset(one)
+    assert (await harness.links[0].take(Verb.RESET_PREFIX_CACHE)).request_id == first
+
+
+async def test_an_engine_that_takes_no_messages_is_said_to_the_broker() -> None:
+    harness = Harness()
+    harness.engine.is_full = True
+    harness.send(Verb.RESET_PREFIX_CACHE, bytes(15) + b"\1")
+    message = await harness.link.take(Verb.ERROR)
+    assert (message.request_id, message.header["code"]) == (bytes(15) + b"\1", "worker_lost")

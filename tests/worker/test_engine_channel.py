@@ -14,7 +14,9 @@ from mii_zmq.worker.engine_channel import (
     EngineReady,
     ModelResolved,
     OutputRow,
+    PrefixCacheReset,
     Progress,
+    ResetPrefixCache,
     Shutdown,
     StepReport,
     decode_from_engine,
@@ -47,7 +49,7 @@ def test_sequences_survive_the_channel(
     assert decode_to_engine(encode(AddSequence(request))) == AddSequence(request)
 
 
-@pytest.mark.parametrize("message", [CancelSequences([1, 2**40]), CancelSequences([]), Shutdown()])
+@pytest.mark.parametrize("message", [CancelSequences([1, 2**40]), CancelSequences([]), ResetPrefixCache(7), Shutdown()])
 def test_messages_to_the_engine(message: CancelSequences | Shutdown) -> None:
     assert decode_to_engine(encode(message)) == message
 
@@ -57,6 +59,7 @@ def test_messages_from_the_engine() -> None:
     bordered = EngineLimits(257, 512, 8, 64, 4, 64, rope_border=256, recomputes_at_border=True)
     messages = (
         Progress("weights", 0.5), ModelResolved("/m"), EngineReady(limits, {"device": "cpu"}), EngineReady(bordered),
+        PrefixCacheReset(7),
     )  # fmt: skip
     for message in messages:
         assert decode_from_engine(encode(message)) == message
@@ -70,6 +73,7 @@ def test_step_reports_keep_rows_and_load() -> None:
         OutputRow(1, [5, 6], None, 4, None),
         OutputRow(2, [], "error", 0, error),
         OutputRow(3, [6], None, 0, None, [found], [found, found], (12.5, 1)),
+        OutputRow(4, [], "stop", 0, None, pooled=bytes(8)),
     ]
     report = decode_from_engine(encode(StepReport(3, rows, load_values(load), awaits_masks=True)))
     assert isinstance(report, StepReport)
@@ -77,9 +81,10 @@ def test_step_reports_keep_rows_and_load() -> None:
     assert load_from_values(report.load) == load
     plain = (-0.5, 2, (8, 6), (-0.25, -0.5))
     assert [OutputRow(*row) for row in report.rows] == [
-        (1, (5, 6), None, 4, None, None, None, None),
-        (2, (), "error", 0, error, None, None, None),
-        (3, (6,), None, 0, None, (plain,), (plain, plain), (12.5, 1)),
+        (1, (5, 6), None, 4, None, None, None, None, None),
+        (2, (), "error", 0, error, None, None, None, None),
+        (3, (6,), None, 0, None, (plain,), (plain, plain), (12.5, 1), None),
+        (4, (), "stop", 0, None, None, None, None, bytes(8)),
     ]
 
 

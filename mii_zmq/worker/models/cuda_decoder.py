@@ -9,7 +9,6 @@ Knows nothing of plans, sampling or graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from mii_zmq.worker.cuda_batch import PackedLayout
 from mii_zmq.worker.models.cuda_attention import AttentionPlace, CudaAttention
 from mii_zmq.worker.models.cuda_buffers import Buffers, Card, DeviceState, Rows
 from mii_zmq.worker.models.cuda_gemm import launch_options
-from mii_zmq.worker.models.cuda_layer import LayerBuilder, LayerLaunches, Source, X
+from mii_zmq.worker.models.cuda_layer import NORMED, Field, Launch, LayerBuilder, LayerLaunches, Source, X
 from mii_zmq.worker.models.cuda_rotary import RotaryTables
 from mii_zmq.worker.models.decoder import attention_shape, embedding_scale
 from mii_zmq.worker.models.model_weights import Affine, DecoderWeights, LayerWeights
@@ -79,7 +78,7 @@ class CudaDecoder:
         builder = LayerBuilder(config, self._buffers, card, deterministic, collectives)
         self._embedding = self._make_embedding(weights, builder)
         self._layers = [self._make_layer(layer, index, builder) for index, layer in enumerate(weights.layers)]
-        self._ending = self._make_ending(weights, builder, shard)
+        self._ending, self._settling, self._state_field = self._make_ending(weights, builder, shard)
         self._collectives = collectives
         ranks = range(shard.rank.world_size)
         spans = [RankInfo(rank, len(ranks)).span(config.vocab_size) for rank in ranks]
@@ -125,6 +124,18 @@ class CudaDecoder:
             self._cap(logits)
         return logits
 
+    def states(self, num_rows: int) -> Tensor:
+        """Final hidden states [num_rows, D] of the listed tokens, as the head reads them; further rows mean nothing.
+
+        Overwritten by the next `states`, `head` or `trunk`.
+        """
+        rows, last = self._buffers.head(num_rows), self._layers[-1].launches
+        self._gather_rows(rows)
+        for launches in (last.again, last.after, self._settling):
+            for launch in launches:
+                launch(rows)
+        return self._state_field(rows)
+
     def _batch_inputs(self, num_tokens: int, num_items: int) -> None:
         state, buffers, attention, max_rows = self._state, self._buffers, self._attention, self._layout.max_rows
         batch_inputs_kernel[(triton.cdiv(max(num_tokens, num_items), INPUT_TILE),)](
@@ -150,7 +161,7 @@ class CudaDecoder:
             V=width, TILE=SOFTCAP_TILE, PDL=self._pdl, **launch_options(self._pdl),
         )  # fmt: skip
 
-    def _make_embedding(self, weights: DecoderWeights, builder: LayerBuilder) -> list[Callable[[Rows], None]]:
+    def _make_embedding(self, weights: DecoderWeights, builder: LayerBuilder) -> list[Launch]:
         config, buffers, embed, positions = self.config, self._buffers, weights.embed, weights.positions
         scale, first = embedding_scale(config, embed.dtype), config.spec.position_offset
 
@@ -162,9 +173,7 @@ class CudaDecoder:
             )  # fmt: skip
 
         if weights.project_in is None:
-            launches: list[Callable[[Rows], None]] = [
-                lambda rows: look_up(buffers.input_ids, embed, positions, rows.x, scale)
-            ]
+            launches: list[Launch] = [lambda rows: look_up(buffers.input_ids, embed, positions, rows.x, scale)]
         else:
             project = Affine(weights.project_in)
             launches = [lambda rows: look_up(buffers.input_ids, embed, None, rows.narrow, scale)]
@@ -186,15 +195,21 @@ class CudaDecoder:
 
     def _make_ending(
         self, weights: DecoderWeights, builder: LayerBuilder, shard: Shard
-    ) -> list[Callable[[Rows], None]]:
-        """From the last layer's `x`, or `delta`, to this rank's logits."""
-        launches: list[Callable[[Rows], None]] = []
+    ) -> tuple[list[Launch], list[Launch], Field]:
+        """From the last layer's `x`, or `delta`, to this rank's logits; and, where it is the final hidden states that
+        are wanted, to these, with the field that they are in."""
+        launches: list[Launch] = []
         source = builder.read(launches, builder.norm(weights.final_norm))
         if weights.project_out is not None:
             launches.append(builder.matrix(Affine(weights.project_out), source, NARROW))
             source = Source(NARROW)
+        settling, state_field = list(launches), source.field
+        if source.norm is not None:
+            # The head applies the norm itself.
+            norm, field, state_field = source.norm, source.field, NORMED
+            settling.append(lambda rows: norm.run(field(rows), rows.normed, self._pdl))
         # A tied head's rows of this rank are a view of the embedding.
         head = weights.head or Affine(weights.embed[slice(*shard.vocab)])
         logits = self._buffers.local_logits
         launches.append(builder.matrix(head, source, lambda rows: logits[: rows.x.shape[0]]))
-        return launches
+        return launches, settling, state_field

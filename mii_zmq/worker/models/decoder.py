@@ -37,6 +37,8 @@ class ForwardBatch:
     layout: RaggedLayout
     logit_rows: Tensor | None
     """[R] int64: tokens whose logits are wanted; None: of none."""
+    hidden_rows: Tensor | None = None
+    """[H] int64: tokens whose final hidden states are wanted; None: of none."""
     rope_lengths: Tensor | None = None
     """[T] int64: the sequence length that decides each token's rotary scaling, for models with a `rope_border`."""
 
@@ -92,6 +94,10 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, kv_layers: Sequence[KvLayer]) -> Tensor | None:
         """Write this step's keys and values, return the wanted logits [R, V] (None if none are wanted)."""
+        return self.forward_hidden(batch, kv_layers)[0]
+
+    def forward_hidden(self, batch: ForwardBatch, kv_layers: Sequence[KvLayer]) -> tuple[Tensor | None, Tensor | None]:
+        """As `forward`, with the wanted final hidden states [H, D], which are what the head reads."""
         step = StepContext(
             mapping=batch.mapping,
             rotary=[self._rotary_table(index, batch) for index in range(len(self._ropes))],
@@ -103,10 +109,16 @@ class Decoder:
             delta = layer.finish(x, layer.attend(x, delta, step, kv))
         last = self._layers[-1]
         attended = last.attend(x, delta, step, kv_layers[-1])
-        if batch.logit_rows is None:
-            return None
-        x, attended = x.index_select(0, batch.logit_rows), attended.rows(batch.logit_rows)
-        return self._logits(x, last.finish(x, attended))
+        wanted = [rows for rows in (batch.logit_rows, batch.hidden_rows) if rows is not None]
+        if not wanted:
+            return None, None
+        rows = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+        x, attended = x.index_select(0, rows), attended.rows(rows)
+        states = self._final_states(x, last.finish(x, attended))
+        if batch.hidden_rows is None:
+            return self._logits(states), None
+        num_logits = 0 if batch.logit_rows is None else len(batch.logit_rows)
+        return self._logits(states[:num_logits]) if num_logits else None, states[num_logits:]
 
     def _embed_tokens(self, batch: ForwardBatch) -> Tensor:
         x = functional.embedding(batch.token_ids, self._embed)
@@ -129,14 +141,15 @@ class Decoder:
         table = self._ops.rotary_table(batch.positions, frequencies)
         return table if rope.attention_factor == 1.0 else table * rope.attention_factor
 
-    def _logits(self, x: Tensor, delta: Tensor | None) -> Tensor:
+    def _final_states(self, x: Tensor, delta: Tensor | None) -> Tensor:
         if self._final_norm is not None:
             x = self._final_norm(x, delta)
         elif delta is not None:
             x.add_(delta)
-        if self._project_out is not None:
-            x = self._project_out(x)
-        logits = self._head(x)
+        return x if self._project_out is None else self._project_out(x)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        logits = self._head(states)
         if self._collectives is not None:
             logits = self._collectives.gather(logits, self._vocab_sizes)
         cap = self.config.logit_softcap

@@ -55,6 +55,10 @@ class FallbackModel:
         self._write_kv = ops.write_kv
         self._dtype = dtype
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._head = model.get_output_embeddings()
+        weight = getattr(self._head, "weight", None)
+        self.state_size = weight.shape[1] if isinstance(weight, Tensor) and weight.dim() == 2 else 0
+        """Of the final hidden states, which the head reads; 0: the model shows no head."""
         made: dict[tuple[float, float], Attention] = {}
         for layer in layers.values():
             if (layer.scale, layer.softcap) not in made:
@@ -64,18 +68,43 @@ class FallbackModel:
             for index, (module, layer) in enumerate(layers.items())
         }
 
+    def forward_hidden(self, batch: ForwardBatch, kv_layers: Sequence[KvLayer]) -> tuple[Tensor | None, Tensor | None]:
+        """As `forward`, with the wanted final hidden states [H, D], which are what the head is given."""
+        if batch.hidden_rows is None:
+            return self.forward(batch, kv_layers), None
+        logit_rows = batch.positions.new_zeros(0) if batch.logit_rows is None else batch.logit_rows
+        wanted, num_logits = torch.cat([logit_rows, batch.hidden_rows]), len(logit_rows)
+        found: list[Tensor] = []
+
+        def take(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            states = inputs[0][0] if self._keeps_rows else inputs[0][0].index_select(0, wanted)
+            found.append(states)
+            # There is no way around the head, but on fewer rows.
+            return (states[: max(1, num_logits)].unsqueeze(0), *inputs[1:])
+
+        hook = self._head.register_forward_pre_hook(take)
+        try:
+            logits = self._run(batch, kv_layers, wanted)
+        finally:
+            hook.remove()
+        if len(found) != 1:
+            raise InternalError(f"the model ran its head {len(found)} times in a step, so its input is not known")
+        return logits[:num_logits] if num_logits else None, found[0][num_logits:]
+
     def forward(self, batch: ForwardBatch, kv_layers: Sequence[KvLayer]) -> Tensor | None:
         """Write this step's keys and values, return the wanted logits [R, V] (None if none are wanted)."""
         rows = batch.logit_rows
-        options: dict[str, Any] = {}
-        if self._keeps_rows:
-            # There is no way around the head: where nothing is wanted it runs on one row.
-            options["logits_to_keep"] = batch.positions.new_zeros(1) if rows is None else rows
-        with answering(_PagedStep(self._layers, self._write_kv, self._dtype, batch, kv_layers)):
-            logits = run_model(self._model, batch.token_ids, batch.positions, **options)
+        # There is no way around the head: where nothing is wanted it runs on one row.
+        logits = self._run(batch, kv_layers, batch.positions.new_zeros(1) if rows is None else rows)
         if rows is None:
             return None
         return logits if self._keeps_rows else logits.index_select(0, rows)
+
+    def _run(self, batch: ForwardBatch, kv_layers: Sequence[KvLayer], rows: Tensor) -> Tensor:
+        """Logits of these rows, or of all where the model cannot choose."""
+        options: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
+        with answering(_PagedStep(self._layers, self._write_kv, self._dtype, batch, kv_layers)):
+            return run_model(self._model, batch.token_ids, batch.positions, **options)
 
 
 class _PagedStep:
@@ -159,6 +188,9 @@ def _check_model(
     model.set_attn_implementation(PAGED)
     fallback = FallbackModel(model, probe.layers, ops, device, dtype)
     _check_paged(fallback, facts, sequences, expected, dtype)
+    if fallback.state_size and not _gives_states(fallback, facts, sequences[0], dtype):
+        logger.warning("%s does not show what its head reads, so there are no embeddings of it", facts.family)
+        fallback.state_size = 0
     windows = sorted({layer.window for layer in probe.layers.values() if layer.window is not None})
     logger.info(
         "%s runs on transformers' modelling code with paged attention%s",
@@ -228,6 +260,25 @@ def _check_paged(
             f"(logits differ by up to {float(differences.max()):.1e} of the largest one): its tokens meet outside of "
             "attention, or its attention is of an unknown kind"
         )
+
+
+def _gives_states(model: FallbackModel, facts: ModelFacts, tokens: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the head can be made to show its input, without its output being another one."""
+    shape = (3, 2, facts.num_kv_heads, _BLOCK_SIZE, facts.head_dim)
+    kv_layers = [KvLayer(torch.zeros(shape, dtype=dtype, device=tokens.device)) for _ in range(facts.num_layers)]
+    batch = _make_batch([tokens], np.array([[2, 1]], dtype=np.int64), [0], [0], [len(tokens)])
+    rows = batch.positions[-2:]
+    try:
+        alone = model.forward(replace(batch, logit_rows=rows), kv_layers)
+        logits, states = model.forward_hidden(replace(batch, logit_rows=rows, hidden_rows=batch.positions), kv_layers)
+    except (InternalError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        logger.info("the head's input could not be read: %s: %s", type(error).__name__, error)
+        return False
+    if alone is None or logits is None or states is None:
+        return False
+    tolerance, _ = _TOLERANCES[dtype]
+    is_alike = (logits - alone).abs().max() <= tolerance * alone.abs().max()
+    return states.shape == (len(tokens), model.state_size) and bool(is_alike)
 
 
 def _make_batch(

@@ -238,6 +238,11 @@ class ModelConfig:
     moe: MoeConfig | None = None
 
     @property
+    def state_size(self) -> int:
+        """Width of the final hidden states, which the head reads."""
+        return self.embed_dim or self.hidden_size
+
+    @property
     def has_alibi(self) -> bool:
         return self.spec.position is PositionKind.ALIBI
 

@@ -21,7 +21,7 @@ from mii_zmq.worker.core import EngineCore
 from mii_zmq.worker.executor import ModelExecutor
 from mii_zmq.worker.kv_pool import BlockShape, KvPool
 from mii_zmq.worker.memory_bill import MemoryBill
-from mii_zmq.worker.models.fallback import FallbackModel, load_fallback
+from mii_zmq.worker.models.fallback import FallbackModel, _gives_states, load_fallback
 from mii_zmq.worker.models.model_facts import ModelFacts
 from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest
 from mii_zmq.worker.sampler import Sampler
@@ -199,8 +199,9 @@ def make_engine(model: Loaded, num_blocks: int, block_size: int = 4) -> EngineCo
     block = BlockShape(facts.num_layers, facts.num_kv_heads, block_size, facts.head_dim, torch.float32)
     pool = KvPool(np, block, num_blocks)
     limits = EngineLimits(
-        facts.vocab_size, facts.max_position_embeddings, num_blocks, block_size, max_sequences=6, token_budget=16
-    )
+        facts.vocab_size, facts.max_position_embeddings, num_blocks, block_size, max_sequences=6, token_budget=16,
+        hidden_size=model.model.state_size,
+    )  # fmt: skip
     bill = MemoryBill(model.model.weight_bytes, pool.num_bytes, num_blocks, num_blocks * block_size)
     sampler = Sampler(6, facts.vocab_size, CPU)
     return EngineCore(ModelExecutor(model.model, pool, sampler, limits, bill, num_threads=1))
@@ -227,6 +228,57 @@ def test_engine_gives_the_greedy_tokens(
     finally:
         engine.close()
     assert found == {seq_id: model.greedy(tokens, 16) for seq_id, tokens in prompts.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_gives_the_hidden_states_that_the_head_reads(family: str, loaded: Callable[[str], Loaded]) -> None:
+    """In chunks, beside a sequence that generates."""
+    model = loaded(family)
+    engine = make_engine(model, 64)
+    prompts = {seq_id: prompt(length, seq_id) for seq_id, length in enumerate((21, 5, 13))}
+    poolings = ("mean", "last", "first")
+    engine.add(SequenceRequest(9, prompt(9, 9), 6, sampling=SamplingSpec(temperature=0.0)))
+    found: dict[int, torch.Tensor] = {}
+    drawn: list[int] = []
+    try:
+        for seq_id, tokens in prompts.items():
+            engine.add(SequenceRequest(seq_id, tokens, 0, sampling=SamplingSpec(pooling=poolings[seq_id])))
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None
+                drawn += output.token_ids
+                if output.pooled is not None:
+                    found[output.seq_id] = torch.from_numpy(np.frombuffer(output.pooled, "<f4").copy())
+    finally:
+        engine.close()
+    assert drawn == model.greedy(prompt(9, 9), 6)
+    for seq_id, tokens in prompts.items():
+        with torch.inference_mode():
+            states = model.reference.base_model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+        wanted = {"last": states[-1], "first": states[0], "mean": states.mean(0)}[poolings[seq_id]]
+        assert max_relative_difference(found[seq_id], wanted) < TOLERANCE
+
+
+def test_a_model_that_does_not_show_what_its_head_reads_gives_no_embeddings(
+    loaded: Callable[[str], Loaded],
+) -> None:
+    model = loaded("starcoder2")
+
+    class Hidden(type(model.reference)):  # type: ignore[misc]
+        """Its head is not the one that it names."""
+
+        def get_output_embeddings(self) -> torch.nn.Module:
+            return torch.nn.Linear(7, 5)
+
+    checked = load_fallback(model.directory, torch.float32, CPU, kernels.for_device(CPU))[0]
+    assert checked.state_size == model.reference.config.hidden_size
+    checked._model.__class__ = Hidden
+    fresh = FallbackModel(checked._model, {}, kernels.for_device(CPU), CPU, torch.float32)
+    fresh._layers = checked._layers
+    assert fresh.state_size == 7
+    assert not _gives_states(fresh, model.facts, torch.tensor(prompt(21)), torch.float32)
+    assert _gives_states(checked, model.facts, torch.tensor(prompt(21)), torch.float32)
 
 
 def test_loading_says_how_far_it_is_and_nothing_else(

@@ -59,7 +59,8 @@ class GrammarProcessService:
     ) -> None:  # fmt: skip
         """`arguments`: the rest of the process's command line. `max_rows`: sequences whose masks come through shared
         memory, others' in messages."""
-        self._arguments, self._module, self._hang_s, self._clock = list(arguments), module, hang_s, clock
+        self.arguments = tuple(arguments)
+        self._module, self._hang_s, self._clock = module, hang_s, clock
         self._vocab_size, self._max_rows = vocab_size, max_rows
         self._open: dict[int, _Open] = {}
         self._child: Child | None = None
@@ -134,7 +135,7 @@ class GrammarProcessService:
                 f"--channel-fd={theirs.fileno()}", f"--memory-fd={memory_fd}", f"--vocab-size={self._vocab_size}"
             ]  # fmt: skip
             self._child = spawn(
-                self._module, [*own, *self._arguments], "grammars", pass_fds=(theirs.fileno(), memory_fd)
+                self._module, [*own, *self.arguments], "grammars", pass_fds=(theirs.fileno(), memory_fd)
             )
         except OSError as error:
             self._lose(f"cannot be started: {error}", is_hung=False)

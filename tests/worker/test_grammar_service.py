@@ -13,11 +13,12 @@ from dataclasses import replace
 
 import pytest
 
+from mii_zmq.config import EngineConfig
 from mii_zmq.errors import InternalError, InvalidRequest, ServiceError
 from mii_zmq.worker.core import MaskEvent
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, VOCAB_SIZE
-from mii_zmq.worker.grammar_service import GrammarProcessService
-from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
+from mii_zmq.worker.grammar_service import GrammarProcessService, has_library, make_grammar_service
+from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest
 
 pytestmark = pytest.mark.slow
 
@@ -220,3 +221,14 @@ def test_nothing_is_started_before_it_is_needed():
         assert follower.service.poll() == []
         assert follower.service.poll_set() == []
         assert follower.service.pid is None
+
+
+def test_the_process_is_told_of_the_settings_and_a_missing_library_is_no_error() -> None:
+    config = EngineConfig(model="m", tokenizer="t", grammar_timeout_s=2.5, grammar_memory_mb=7, grammar_cache_mb=9)
+    limits = EngineLimits(300, 64, 8, 16, 4, 32, eos_token_ids=(5, 6))
+    made = make_grammar_service(config, limits, "path")
+    assert (made is not None) == has_library()
+    if made is not None:
+        assert made.arguments == (
+            "--tokenizer=t", "--timeout-s=2.5", "--memory-mb=7", "--cache-mb=9", "--eos", "5", "6"
+        )  # fmt: skip

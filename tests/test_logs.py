@@ -41,9 +41,9 @@ log = logging.getLogger("mii_zmq.test_logs")
 
 
 def test_line_has_who_when_and_what(written: Any) -> None:
-    log.warning("found %d of %s", 3, "four\nlines \udcff", extra=facts(group="g", request_id="", trace_id=None))
+    log.warning("found %d of %s", 3, "four\nlines", extra=facts(group="g", request_id="", trace_id=None))
     (line,) = written()
-    assert line["message"] == "found 3 of four\nlines \udcff"
+    assert line["message"] == "found 3 of four\nlines"
     assert (line["level"], line["role"], line["logger"], line["group"]) == (
         "WARNING", "gateway", "mii_zmq.test_logs", "g",
     )  # fmt: skip
@@ -60,8 +60,9 @@ def test_traceback_and_wrong_arguments_stay_one_line(written: Any) -> None:
     (line,) = written()
     assert line["exception"].endswith("ValueError: no")
     # Not through the logger: pytest's own handler refuses what a line of ours survives.
-    record = logging.makeLogRecord({"msg": "%d and %d", "args": ("one",)})
-    assert json.loads(JsonFormatter("x", None).format(record))["message"] == "%d and %d ('one',)"
+    for message, arguments, shown in (("%d and %d", ("one",), "%d and %d ('one',)"), ("\udcff", (), "\udcff")):
+        record = logging.makeLogRecord({"msg": message, "args": arguments})
+        assert json.loads(JsonFormatter("x", None).format(record))["message"] == shown
 
 
 async def test_facts_follow_the_task_and_long_ones_are_cut(written: Any) -> None:

@@ -104,6 +104,8 @@ def _draw_points(axes: Any, points: Sequence[tuple[float, Distribution, int | No
     throughputs = [throughput for throughput, _, _ in points]
     axes.plot(throughputs, [scale * found.median for _, found, _ in points], "o-", label="median")
     for percent in points[0][1].percentiles:
+        if percent == 50:
+            continue
         values = [scale * found.percentiles[percent] for _, found, _ in points]
         axes.plot(throughputs, values, "s--", label=f"p{percent:g}")
     for throughput, found, concurrency in points:

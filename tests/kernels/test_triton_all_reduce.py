@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.interpreter import INTERPRETED
+from tests.kernels.test_triton_kernels import CAPABILITIES
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -27,6 +28,6 @@ def test_arithmetic() -> None:
     run(**INTERPRETED)
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiles(capability: int) -> None:
     run("compile", str(capability))

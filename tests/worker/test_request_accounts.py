@@ -104,7 +104,7 @@ async def test_heartbeat_has_histograms(traced: Traced) -> None:
     harness.step(row(seq_id, "c", "length", timing=(begun, 0)))
     core: EngineCore = make_driver().core
     core.times.plan.observe(0.003)
-    harness.actor.on_step(StepReport(2, (), NO_LOAD, core.times.values()))
+    harness.actor.on_step(StepReport(2, (), NO_LOAD, times=core.times.values()))
     heartbeat = harness.actor.heartbeat()
     assert heartbeat is not None
     counts = {name: sum(found.counts) for name, found in heartbeat.histograms.items()}

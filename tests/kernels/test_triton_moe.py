@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.test_triton_kernels import CAPABILITIES, run_program
+from tests.kernels.test_triton_kernels import COMPILATIONS, run_program
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -15,6 +15,6 @@ def test_experts_agree_with_the_oracle() -> None:
     run_program("triton_moe_cases.py")
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_compile(capability: int) -> None:
-    run_program("triton_moe_compile.py", str(capability))
+@pytest.mark.parametrize("arguments", COMPILATIONS, ids="-".join)
+def test_kernels_compile(arguments: tuple[str, ...]) -> None:
+    run_program("triton_moe_compile.py", *arguments)

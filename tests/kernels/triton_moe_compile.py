@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the mixture of experts for one architecture, without a GPU: `python triton_moe_compile.py 90`.
+"""Compiles the mixture of experts for one architecture, without a GPU: `python triton_moe_compile.py 90 [brief]`.
 
 Tile sizes are those that `choose_tiles` gives to two published shapes; every kernel must fit the multiprocessor's
 shared memory and keep its values in registers.
@@ -120,8 +120,8 @@ def compile_shape(name: str, sizes: MoeSizes, capability: int) -> None:
     ))  # fmt: skip
 
 
-def main(capability: int) -> None:
-    for name, sizes in SHAPES.items():
+def main(capability: int, is_brief: bool) -> None:
+    for name, sizes in list(SHAPES.items())[: 1 if is_brief else None]:
         compile_shape(name, sizes, capability)
     for chunk, num_warps in ((1024, 4), (4096, 8)):
         print("sort", compile_kernel(
@@ -130,5 +130,5 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:] == ["brief"])
     print("ok")

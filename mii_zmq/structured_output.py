@@ -8,6 +8,7 @@ into it; the worker compiles it (`worker/grammar_*`). Sizes are limited here, me
 from __future__ import annotations
 
 import json
+import re
 from typing import Literal, get_args
 
 import msgspec
@@ -19,6 +20,7 @@ GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
 MAX_GRAMMAR_CHARS = 2**16
 MAX_CHOICES = 1024
 MAX_JSON_DEPTH = 64
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,15 +63,14 @@ def check_structured_output(grammar: StructuredOutput) -> None:
 
 def _parse(value: str, kind: str) -> object:
     depth = deepest = 0
-    for character in value:
-        # Brackets inside strings count as well: the limit is generous, and only guards parsers that recurse.
+    for character in _STRING.sub("", value):
         depth += (character in "[{") - (character in "]}")
         deepest = max(deepest, depth)
     if deepest > MAX_JSON_DEPTH:
         raise _invalid(f"its {kind} is nested {deepest} deep, allowed: at most {MAX_JSON_DEPTH}")
     try:
         parsed: object = json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _invalid(f"its {kind} is no JSON: {error}") from None
     return parsed
 

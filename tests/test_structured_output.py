@@ -43,6 +43,9 @@ def test_a_grammar_survives_the_wire(kind: str, value: str):
         ("json_schema", "{", "no JSON"),
         ("json_schema", "[]", "has to be a JSON object"),
         ("json_schema", '{"a": ' * 100 + "{}" + "}" * 100, "nested"),
+        # Brackets in strings are none, whichever way they point.
+        ("json_schema", '{"a": "' + "}" * 999 + '", "b": ' + '{"a": ' * 100 + "{}" + "}" * 101, "nested"),
+        ("json_schema", '{"a": "\\\\", "b": "' + "}" * 5000 + '", "c": ' + "[" * 5000, "nested"),
         ("structural_tag", "true", "has to be a JSON object"),
         ("choice", "{}", "a list of"),
         ("choice", "[]", "a list of"),

@@ -241,7 +241,8 @@ class Actor:
         if request.is_cancelled:
             return None if row.finish_reason is None else request.failure(row._replace(finish_reason="cancelled"))
         if row.timing is not None:
-            self._accounts.note_timing(request, row.timing, self._last_report)
+            has_output = bool(row.token_ids or row.pooled)
+            self._accounts.note_timing(request, row.timing, self._last_report, has_output=has_output)
         if row.num_cached_tokens:
             request.num_cached_tokens = row.num_cached_tokens
         is_ordinary = row.finish_reason in ORDINARY_ENDS

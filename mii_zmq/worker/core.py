@@ -212,6 +212,7 @@ class EngineCore:
         if plan is None:
             self._lacks_masks = not self._in_flight and self.scheduler.awaits_masks
             return False
+        self._lacks_masks = False
         started = self.times.took(self.times.plan, started)
         self._note("plan", plan.step)
         try:

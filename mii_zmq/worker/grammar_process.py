@@ -39,6 +39,10 @@ MAX_COMPILATIONS = 2
 """At the same time; others wait in line."""
 MAX_REFUSALS = 256
 """Grammars remembered for not being usable, so that asking again costs nothing."""
+REFUSED_S = 60.0
+"""For which a refusal is remembered: a compilation may have been late for the machine's sake."""
+ANSWERS_AT_ONCE = 16
+"""Tokens taken before the engine hears of it: a process that is silent for long counts as hung."""
 SLOW_TOKEN_S = 0.1
 """Processor time for one token of one sequence."""
 MAX_SLOW_TOKENS = 5
@@ -60,7 +64,7 @@ class _Followed:
     key: Key
     limits: SequenceLimits
     token_ids: list[int]
-    """Output so far when it was opened."""
+    """Output so far when it was opened, and what came while its grammar was compiled."""
     follower: GrammarFollower | None = None
     """None: its grammar is being compiled."""
     num_slow: int = 0
@@ -73,7 +77,8 @@ class GrammarCache:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._grammars: OrderedDict[Key, xgrammar.CompiledGrammar] = OrderedDict()
-        self._refusals: OrderedDict[Key, MiiError] = OrderedDict()
+        self._refusals: OrderedDict[Key, tuple[MiiError, float]] = OrderedDict()
+        """With the time until which they are remembered."""
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +88,8 @@ class GrammarCache:
         if key in self._grammars:
             self._grammars.move_to_end(key)
             return self._grammars[key]
-        return self._refusals.get(key)
+        error, until = self._refusals.get(key, (None, 0.0))
+        return error if time.monotonic() < until else None
 
     def add(self, key: Key, grammar: xgrammar.CompiledGrammar) -> None:
         self._grammars[key] = grammar
@@ -93,7 +99,8 @@ class GrammarCache:
             self._num_bytes -= forgotten.memory_size_bytes
 
     def refuse(self, key: Key, error: MiiError) -> None:
-        self._refusals[key] = error
+        self._refusals.pop(key, None)
+        self._refusals[key] = (error, time.monotonic() + REFUSED_S)
         if len(self._refusals) > MAX_REFUSALS:
             self._refusals.popitem(last=False)
 
@@ -145,8 +152,10 @@ class GrammarHost:
             seq_id, row, grammar_kind, text, limits, token_ids = values
             self._open(seq_id, _Followed(row, (grammar_kind, text), SequenceLimits(**limits), token_ids))
         elif kind == "advance":
-            answers = [self._advance(seq_id, token_id) for seq_id, token_id in values[0]]
-            self._channel.send("masks", [answer for answer in answers if answer is not None])
+            for begin in range(0, len(values[0]), ANSWERS_AT_ONCE):
+                answers = [self._advance(*change) for change in values[0][begin : begin + ANSWERS_AT_ONCE]]
+                self._channel.send("masks", [answer for answer in answers if answer is not None])
+                self._channel.flush()
         elif kind == "close":
             for seq_id in values[0]:
                 self._sequences.pop(seq_id, None)
@@ -188,7 +197,11 @@ class GrammarHost:
 
     def _advance(self, seq_id: int, token_id: int) -> _Answer | None:
         followed = self._sequences.get(seq_id)
-        if followed is None or followed.follower is None:
+        if followed is None:
+            return None
+        if followed.follower is None:
+            # Drawn with a mask of the process before this one; its grammar is compiled here again.
+            followed.token_ids.append(token_id)
             return None
         self._table.note(seq_id)
         try:
@@ -234,8 +247,14 @@ class GrammarHost:
             found = outcome
             self._cache.refuse(key, outcome)
         else:
-            found = xgrammar.CompiledGrammar.deserialize_json(outcome, self._vocabulary(key[0]).info)
-            self._cache.add(key, found)
+            self._table.note(self._waiting[key][0])
+            try:
+                found = xgrammar.CompiledGrammar.deserialize_json(outcome, self._vocabulary(key[0]).info)
+                self._cache.add(key, found)
+            except Exception as error:  # noqa: BLE001
+                found = refusal(key[0], f"what it compiles to cannot be read: {type(error).__name__}")
+                self._cache.refuse(key, found)
+            self._table.note(NOBODY)
         for seq_id in self._waiting.pop(key):
             if (followed := self._sequences.get(seq_id)) is not None:
                 self._start(seq_id, followed, found)

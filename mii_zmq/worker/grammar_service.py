@@ -8,6 +8,7 @@ had at all, every sequence that has a grammar does. Belongs to the thread that m
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -126,23 +127,23 @@ class GrammarProcessService:
         """A new process, which is told of every open sequence."""
         self._num_starts += 1
         self._is_ready = False
-        ours, theirs = socket_pair()
-        memory_fd = make_memory(self._vocab_size)
-        try:
-            self._table = MaskTable(memory_fd, self._vocab_size)
-            self._channel = GrammarChannel(ours)
-            own = [
-                f"--channel-fd={theirs.fileno()}", f"--memory-fd={memory_fd}", f"--vocab-size={self._vocab_size}"
-            ]  # fmt: skip
-            self._child = spawn(
-                self._module, [*own, *self.arguments], "grammars", pass_fds=(theirs.fileno(), memory_fd)
-            )
-        except OSError as error:
-            self._lose(f"cannot be started: {error}", is_hung=False)
-            return
-        finally:
-            theirs.close()
-            os.close(memory_fd)
+        with contextlib.ExitStack() as stack:
+            try:
+                ours, theirs = socket_pair()
+                stack.callback(theirs.close)
+                self._channel = GrammarChannel(ours)
+                memory_fd = make_memory(self._vocab_size)
+                stack.callback(os.close, memory_fd)
+                self._table = MaskTable(memory_fd, self._vocab_size)
+                own = [
+                    f"--channel-fd={theirs.fileno()}", f"--memory-fd={memory_fd}", f"--vocab-size={self._vocab_size}"
+                ]  # fmt: skip
+                self._child = spawn(
+                    self._module, [*own, *self.arguments], "grammars", pass_fds=(theirs.fileno(), memory_fd)
+                )
+            except OSError as error:
+                self._lose(f"cannot be started: {error}", is_hung=False)
+                return
         self._silent_s, self._watched_at = 0.0, self._clock()
         self._advances.clear()
         self._closes.clear()

@@ -44,12 +44,13 @@ class RequestAccounts:
     def note_prepared(self, request: ActiveRequest) -> None:
         self._phases.tokenize.observe(request.times.tokenize_end - request.times.tokenize_start)
 
-    def note_timing(self, request: ActiveRequest, timing: tuple[float, int], now: float) -> None:
-        """With a request's first row, and with its last."""
+    def note_timing(self, request: ActiveRequest, timing: tuple[float, int], now: float, *, has_output: bool) -> None:
+        """With a request's first row, and with its last, which may be one without any output."""
         times = request.times
         engine_start, times.num_preemptions = timing
-        if engine_start and not times.first_row:
-            times.engine_start, times.first_row = engine_start, now
+        times.engine_start = times.engine_start or engine_start
+        if engine_start and has_output and not times.first_row:
+            times.first_row = now
             self._phases.queue.observe(max(0.0, engine_start - times.added))
             self._phases.prefill.observe(max(0.0, now - engine_start))
 
@@ -57,7 +58,8 @@ class RequestAccounts:
         """A finish reason, or the error; what is the sender's doing is no news for the log, nor is its wording."""
         times, num_tokens = request.times, request.num_output_tokens - request.num_resumed_tokens
         if times.first_row:
-            self._phases.decode.observe(now - times.first_row)
+            if num_tokens:
+                self._phases.decode.observe(now - times.first_row)
             self._phases.inference.observe(now - times.engine_start)
             if num_tokens > 1:
                 self._phases.per_token.observe((now - times.first_row) / (num_tokens - 1))

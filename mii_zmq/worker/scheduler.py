@@ -359,6 +359,8 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """When `plan` has to end a sequence, at the earliest."""
+        while self._deadlines and self._deadlines[0][2].is_finished:
+            heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def stats(self) -> EngineStats:

@@ -75,7 +75,9 @@ def compile_kernel(kernel: Any, capability: int, num_warps: int = 4, fused: bool
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or (name.endswith(("stride", "offset")) and name not in FLOATS)
+        if signature[name].startswith("*")
+        or name in ("K", "N")
+        or (name.endswith(("stride", "offset")) and name not in FLOATS)
     }
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
@@ -131,11 +133,12 @@ def main(capability: int, is_brief: bool) -> None:
         )  # fmt: skip
         assert "fma.rn" not in chunk.asm["ptx"], "loops with and without a mask round alike"
     for tiles, gated in itertools.product((FEW, MANY), (False, True)):
-        compile_kernel(
+        gemm = compile_kernel(
             invariant_gemm.invariant_gemm_kernel, capability, num_warps=tiles.num_warps, TILE_M=tiles.tile_m,
             TILE_N=tiles.tile_n, TILE_K=tiles.tile_k, GROUP=8, STAGES=tiles.stages_for(gated, hopper), GATED=gated,
             HAS_RESIDUAL=not gated, USE_TMA=hopper, **linear,
         )  # fmt: skip
+        assert gemm.metadata.shared <= SHARED_BYTES[capability], (tiles, gated)
     for normed in (False, True):
         compile_kernel(
             rope_kv.rope_kv_kernel, capability, NUM_HEADS=32, NUM_KV_HEADS=8, HEADS_PER_PROGRAM=8, HAS_ROPE=True,

@@ -34,6 +34,14 @@ def test_returns_at_once_without_work():
     assert driver.executor.plans == []
 
 
+def test_deadlines_of_sequences_that_have_ended_wake_nobody():
+    driver = make_driver()
+    driver.add(make_request(1, 5, max_new_tokens=2, deadline_s=5.0))
+    assert driver.core.max_wait_s(60.0) == 5.0
+    driver.run()
+    assert driver.core.max_wait_s(60.0) == 60.0
+
+
 def test_never_plans_past_the_length_limit_and_discards_one_row_after_a_stop():
     driver = make_driver(model=FakeModel(eos_after=3))
     driver.add(make_request(1, 4, max_new_tokens=2), make_request(2, 4, max_new_tokens=20))

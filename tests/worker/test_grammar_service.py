@@ -149,6 +149,21 @@ def a_process_that_was_killed_is_replaced_and_sequences_go_on(real: Follower) ->
     service.close(10)
 
 
+def a_token_that_comes_while_a_new_process_compiles_is_not_lost(real: Follower) -> None:
+    service = real.service
+    service.open(request(11, "abcde"))
+    assert real.allowed() == "a"
+    before = service.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    while service.pid in (before, None):
+        real.events += service.poll()
+    # Drawn with the mask of the process that has died.
+    service.advance(11, ord("a"))
+    assert real.allowed() == "b"
+    service.close(11)
+
+
 def test_the_real_process():
     """All in one, since each process takes seconds to start."""
     pytest.importorskip("xgrammar")
@@ -158,6 +173,7 @@ def test_the_real_process():
         what_cannot_be_compiled_ends_its_sequence_alone(follower)
         compilations_of_sequences_that_are_gone_hurt_nobody(follower)
         a_process_that_was_killed_is_replaced_and_sequences_go_on(follower)
+        a_token_that_comes_while_a_new_process_compiles_is_not_lost(follower)
 
 
 @pytest.mark.long

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.worker import core as core_module
+from mii_zmq.worker.core import EngineCore
+from mii_zmq.worker.fake import FakePendingStep
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID
-from mii_zmq.worker.plan import SamplingSpec, SequenceRequest
-from tests.engine_driver import Driver, make_driver, make_limits, make_request
+from mii_zmq.worker.plan import SamplingSpec, SequenceRequest, StepPlan
+from tests.engine_driver import Clock, Driver, RecordingExecutor, make_driver, make_limits, make_request
 from tests.worker.scripted_grammars import ScriptedGrammars, constrained, expected_output, mask_behind
 
 NEVER = 10**9
@@ -98,6 +100,37 @@ def test_others_need_no_step_more_beside_sequences_whose_masks_never_come():
     assert driver.num_steps - num_before <= alone.num_steps
     driver.core.cancel([3, 4])
     run(driver)
+
+
+class FailingExecutor(RecordingExecutor):
+    fails_next = False
+
+    def submit(self, plan: StepPlan) -> FakePendingStep:
+        if self.fails_next:
+            self.fails_next = False
+            raise RuntimeError("this step cannot be submitted")
+        return super().submit(plan)
+
+
+def test_a_step_that_fails_behind_a_wait_for_masks_is_computed_again():
+    clock = Clock()
+    executor = FailingExecutor(make_limits(max_sequences=1), clock=clock)
+    grammars = ScriptedGrammars(lambda seq_id, number: NEVER if number == 1 else 0)
+    driver = Driver(EngineCore(executor, model="test", clock=clock, grammars=grammars), executor, clock)
+    driver.add(constrained(make_request(1, 4, 30, deadline_s=5.0), "ab"), make_request(2, 4, 8))
+    while not driver.outputs[1] or driver.core.has_work:
+        if driver.core.has_work:
+            driver.step()
+        else:
+            driver.core.take_masks()
+    clock.now = 6.0
+    executor.fails_next = True
+    driver.step()
+    assert not executor.fails_next
+    assert driver.reasons == {1: "deadline"}
+    run(driver)
+    check(driver, grammars)
+    assert driver.reasons[2] in ("length", "stop")
 
 
 def test_there_is_nothing_to_do_until_a_mask_or_a_deadline_comes():

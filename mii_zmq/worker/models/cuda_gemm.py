@@ -27,9 +27,9 @@ class GemmTiles:
     stages: int
     num_warps: int
 
-    def stages_for(self, gated: bool, is_hopper: bool) -> int:
-        """A gate's tiles take more shared memory than older cards have for all stages."""
-        return self.stages if is_hopper or not gated else self.stages - 1
+    def stages_for(self, gated: bool, use_tma: bool) -> int:
+        """A gate's tiles take more shared memory than cards without the copy engine have for all stages."""
+        return self.stages if use_tma or not gated else self.stages - 1
 
 
 FEW = GemmTiles(64, 32, 128, 4, 4)

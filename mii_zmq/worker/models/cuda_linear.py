@@ -6,8 +6,7 @@
 Which kernels do it depends on the number of tokens: weight times vector for one, a skinny GEMM for a few, both with
 everything folded in, a tiled GEMM with the gate folded in for some hundreds, and cuBLAS between separate kernels for
 more. The limits and tile sizes are measured ones, see `GEMV_TILES`, `SKINNY_TILES` and `TILED_TOKENS`; shapes that are
-not listed use the nearest sensible choice. All buffers are given, so
-that everything can be captured in a CUDA graph.
+not listed use the nearest sensible choice. All buffers are given, so that everything can be captured in a CUDA graph.
 """
 
 from __future__ import annotations

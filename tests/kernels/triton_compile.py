@@ -76,7 +76,7 @@ def compile_kernel(kernel: Any, capability: int, num_warps: int = 4, fused: bool
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*")
-        or name in ("K", "N")
+        or (name in ("K", "N") and name not in constants)
         or (name.endswith(("stride", "offset")) and name not in FLOATS)
     }
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -17,6 +17,9 @@ from mii_zmq.gateway.python_calls import PythonReader
 
 MAX_STEPS = 64
 """Schemas looked at for one argument; those behind them do not count."""
+MAX_VALUES = 256
+"""Of one schema's enum, or list of types, looked at."""
+MAX_REFERENCE_CHARS = 4096
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,4000}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _TYPES: dict[type, str] = {
@@ -49,21 +52,22 @@ def from_text(text: str, name: str, schema: Mapping[str, Any] | None) -> Any:
 
 def _types(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
     """The types that a schema allows, as far as it says so."""
-    waiting = [schema]
+    waiting, seen = [schema], set()
     for _ in range(MAX_STEPS):
         if not waiting:
             return
         found = waiting.pop()
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or id(found) in seen:
             continue
+        seen.add(id(found))
         kinds = found.get("type")
         yield from (
             _ALIASES.get(kind, kind)
-            for kind in (kinds if isinstance(kinds, list) else [kinds])
+            for kind in (kinds[:MAX_VALUES] if isinstance(kinds, list) else [kinds])
             if isinstance(kind, str)
         )
         values = found.get("enum")
-        yield from (_TYPES[type(value)] for value in (values if isinstance(values, list) else []))
+        yield from {_TYPES[type(value)] for value in (values[:MAX_VALUES] if isinstance(values, list) else [])}
         if "const" in found:
             yield _TYPES[type(found["const"])]
         if kinds is None and "properties" in found:
@@ -71,15 +75,15 @@ def _types(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
         if kinds is None and "items" in found:
             yield "array"
         for key in ("anyOf", "oneOf", "allOf"):
-            waiting += found[key] if isinstance(found.get(key), list) else []
+            waiting += found[key][:MAX_STEPS] if isinstance(found.get(key), list) else []
         reference = found.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
+        if isinstance(reference, str) and reference.startswith("#/") and len(reference) <= MAX_REFERENCE_CHARS:
             waiting.append(_referenced(reference, root))
 
 
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
     found: Any = root
-    for part in reference[2:].split("/"):
+    for part in reference[2:].split("/", MAX_STEPS):
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -99,3 +100,37 @@ def test_nothing_raises(text: str, kinds: list[Any], schema: Any) -> None:
     convert(text, {"type": kinds})
     convert(text, schema)
     from_text(text, "x", {"properties": schema})
+
+
+class Counted(list[Any]):
+    """Counts the values that are looked at."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in super().__iter__():
+            Counted.num_seen += 1
+            yield value
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        Counted.num_seen += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("again", [{"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#/$defs/a"}]}])
+def test_huge_lists_of_a_schema_that_holds_itself_are_not_read(again: dict[str, Any]) -> None:
+    Counted.num_seen = 0
+    schema = {
+        "type": Counted(["integer"] * 150_000),
+        "enum": Counted([1] * 150_000),
+        "anyOf": Counted([again] * 150_000),
+    }
+    for _ in range(10):
+        assert convert("5", {"$ref": "#/$defs/a"}, **{"$defs": {"a": schema}}) == 5
+    assert Counted.num_seen < 10_000
+
+
+def test_what_a_huge_reference_points_to_is_not_looked_for() -> None:
+    name = "a" * 5000
+    assert convert("5", {"$ref": "#/" + name, "type": "string"}, **{name: {"type": "integer"}}) == "5"

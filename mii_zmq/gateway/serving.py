@@ -73,12 +73,13 @@ async def serve(
 
 
 async def find_deployment(gateway: Gateway, name: str) -> DeploymentStatus | None:
-    """What is known of a deployment; None where it or the broker is not there."""
+    """What is known of a deployment, its groups as they were when they were last there; None where nothing ever was."""
     try:
-        status = await gateway.status()
+        found = (await gateway.status()).deployments.get(name)
     except BrokerUnavailable:
-        return None  # sending the request says it better, and with several brokers may well work
-    return status.deployments.get(name)
+        found = None  # sending the request says it better, and with several brokers may well work
+    # A request may wait for the broker or for a group that starts again, and will be served by what was there before.
+    return found if found is not None and found.has_groups else gateway.known.get(name, found)
 
 
 def _tool_format(deployment: DeploymentStatus | None) -> ToolFormat:

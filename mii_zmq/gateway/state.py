@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from mii_zmq.errors import Draining
-from mii_zmq.gateway.broker_status import BrokerStatus
+from mii_zmq.gateway.broker_status import BrokerStatus, DeploymentStatus
 from mii_zmq.gateway.door import Door
 from mii_zmq.gateway.metrics import Metrics
 from mii_zmq.telemetry import LoopLag
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 STATUS_MAX_AGE_S = 0.2
 """Health probes, model lists and metrics readers share one STATUS for this long."""
+MAX_KNOWN = 256
+"""Deployments that are remembered though the broker does not name them any more."""
 ABORT_TIMEOUT_S = 2.0
 """For running requests to tell their clients, when the time to finish is up."""
 BODY_TIMEOUT_S = 30.0
@@ -54,6 +56,9 @@ class Gateway:
         self.is_draining = False
         self.body_timeout_s = BODY_TIMEOUT_S
         self.write_timeout_s = WRITE_TIMEOUT_S
+        self.status_max_age_s = STATUS_MAX_AGE_S
+        self.known: dict[str, DeploymentStatus] = {}
+        """As each was when it last had groups."""
         self._is_aborting = False
         self._running: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -116,12 +121,12 @@ class Gateway:
         return False
 
     async def status(self) -> BrokerStatus:
-        """The broker's status, at most STATUS_MAX_AGE_S old; callers at the same time share one question.
+        """The broker's status, at most `status_max_age_s` old; callers at the same time share one question.
 
         Raises:
             BrokerUnavailable: no broker answers.
         """
-        if self._status is not None and time.monotonic() - self._status_at < STATUS_MAX_AGE_S:
+        if self._status is not None and time.monotonic() - self._status_at < self.status_max_age_s:
             return self._status
         if self._status_task is None or self._status_task.done():
             self._status_task = asyncio.create_task(self._ask())
@@ -137,8 +142,14 @@ class Gateway:
         self._status = None
         self._status = BrokerStatus.parse(await self.client.status())
         self._status_at = time.monotonic()
-        self.was_ready = self.was_ready or any(d.has_groups for d in self._status.deployments.values())
+        self._remember(self._status.deployments)
         return self._status
+
+    def _remember(self, deployments: dict[str, DeploymentStatus]) -> None:
+        self.known |= {name: deployment for name, deployment in deployments.items() if deployment.has_groups}
+        self.was_ready = self.was_ready or bool(self.known)
+        if len(self.known) > MAX_KNOWN:
+            self.known = {name: known for name, known in self.known.items() if name in deployments}
 
 
 def _retrieve(task: asyncio.Task[BrokerStatus]) -> None:

@@ -172,6 +172,8 @@ class FakeClient:
         self.resets: list[str] = []
         self.failed_resets: dict[str, str] = {}
         self.offers_grammars = True
+        self.has_groups = True
+        self.answers_status = True
         self.reasons = False
         self._new: asyncio.Queue[FakeGeneration] = asyncio.Queue()
 
@@ -211,7 +213,7 @@ class FakeClient:
         return await self._new.get()
 
     async def status(self, timeout_s: float = 2.0) -> dict[str, Any]:
-        if not self.is_connected:
+        if not self.is_connected or not self.answers_status:
             raise BrokerUnavailable("no broker answers")
         load = {"running": 3, "waiting": 1, "used_blocks": 16, "total_blocks": 64, "generated_tokens": 50}
         load |= {"prompt_tokens": 100, "cached_tokens": 30}
@@ -239,7 +241,7 @@ class FakeClient:
                     "num_waiting": 2,
                     "waiting_tokens": 500,
                     "queue_time": {"bounds": [0.1, 1.0], "counts": [3, 2, 1], "total": 9.5},
-                    "groups": [{"group": f"{name}-0", **group}],
+                    "groups": [{"group": f"{name}-0", **group}] if self.has_groups else [],
                 }
                 for name in self.deployments
             },

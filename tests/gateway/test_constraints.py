@@ -17,6 +17,7 @@ from mii_zmq.gateway.call_grammars import behind_reasoning, forced_calls, guarde
 from mii_zmq.gateway.constraints import constrain
 from mii_zmq.gateway.openai_schemas import OpenAIRequest, parse_chat, parse_completion
 from mii_zmq.gateway.request_body import split_fields
+from mii_zmq.gateway.state import MAX_KNOWN, Gateway
 from mii_zmq.gateway.tool_formats import FORMATS, ToolFormat
 from tests.gateway.fake_client import FakeClient, FakeGeneration
 from tests.gateway.reading import post, read_chunks, read_named_events
@@ -265,3 +266,26 @@ async def test_responses_repeat_the_format(http: aiohttp.ClientSession) -> None:
     assert body["text"] == {"format": form}
     _, body = await post(http, "/v1/responses", {"model": "fake", "input": "x"})
     assert body["text"] == {"format": {"type": "text"}}
+
+
+@pytest.mark.parametrize("lost", ["answers_status", "has_groups"])
+async def test_groups_that_are_away_for_a_moment_are_remembered(
+    http: aiohttp.ClientSession, gateway: Gateway, broker: FakeClient, lost: str
+) -> None:
+    gateway.status_max_age_s = 0.0
+    broker.tool_format, broker.reasons = "hermes", True
+    for _ in range(2):
+        assert (await post(http, PATH, {**CHAT, **STRICT}))[0] == 200
+        setattr(broker, lost, False)
+    first, second = (generation.body.params["structured_output"] for generation in broker.sent)
+    assert first == second
+
+
+async def test_only_so_many_deployments_are_remembered_that_are_gone(gateway: Gateway, broker: FakeClient) -> None:
+    gateway.status_max_age_s = 0.0
+    broker.is_connected = True
+    for number in range(MAX_KNOWN + 3):
+        broker.deployments = (f"m{number}",)
+        await gateway.status()
+        assert f"m{number}" in gateway.known
+        assert len(gateway.known) <= MAX_KNOWN

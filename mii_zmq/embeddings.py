@@ -137,11 +137,7 @@ async def embed_all(
                 generation.cancel()
         num_bytes += len(result.embedding)
         if max_bytes is not None and num_bytes > max_bytes:
-            raise InvalidRequest(
-                f"the embeddings of {len(bodies)} inputs exceed {max_bytes} bytes in all; send fewer inputs at a time, "
-                "or ask for fewer dimensions",
-                param="input",
-            )
+            raise InvalidRequest(f"together the embeddings exceed {max_bytes} bytes; send fewer at a time")
         return result
 
     tasks = [asyncio.ensure_future(embed(index, body)) for index, body in enumerate(bodies)]

@@ -18,6 +18,7 @@ from mii_zmq.gateway.http_errors import JSON
 from mii_zmq.gateway.request_body import read_fields
 from mii_zmq.gateway.serving import serve
 from mii_zmq.gateway.sse import encode
+from mii_zmq.gateway.terms import terms_of
 from mii_zmq.gateway.token_api import ask
 
 
@@ -28,9 +29,9 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Handler of POST /v1/messages/count_tokens: the prompt's length as the model's template and tokenizer make it."""
-    asked = parse_counting(await read_fields(request))
+    terms, asked = terms_of(request), parse_counting(await read_fields(request))
     try:
-        answer = await ask(request, asked.model, msgspec.structs.replace(asked.prompts[0], task="tokenize"))
+        answer = await ask(request, terms, asked.model, msgspec.structs.replace(asked.prompts[0], task="tokenize"))
     except MiiError as error:
         raise asked.rename(error) from None
     return web.Response(body=encode({"input_tokens": answer.prompt_length}), content_type=JSON, headers=asked.headers)

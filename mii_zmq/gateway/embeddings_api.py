@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 
 from mii_zmq.embeddings import MAX_VECTOR_BYTES, embed_all, values_of
@@ -33,7 +34,7 @@ from mii_zmq.gateway.http_errors import JSON
 from mii_zmq.gateway.request_body import read_fields
 from mii_zmq.gateway.sse import encode
 from mii_zmq.gateway.state import GATEWAY
-from mii_zmq.gateway.terms import terms_of
+from mii_zmq.gateway.terms import Terms, terms_of
 
 if TYPE_CHECKING:
     from mii_zmq.client import Completion, Generation
@@ -47,26 +48,29 @@ Body = dict[str, Any]
 
 async def embeddings(request: web.Request) -> web.Response:
     """Handler of POST /v1/embeddings."""
+    terms = terms_of(request)
     asked = parse_embedding(await read_fields(request))
-    return await _answer(request, asked, lambda results: _embeddings(asked, results))
+    return await _answer(request, terms, asked, lambda results: _embeddings(asked, results))
 
 
 async def score(request: web.Request) -> web.Response:
     """Handler of POST /score and /v1/score."""
+    terms = terms_of(request)
     asked = parse_score(await read_fields(request))
-    return await _answer(request, asked, lambda results: _scores(asked, results))
+    return await _answer(request, terms, asked, lambda results: _scores(asked, results))
 
 
 async def rerank(request: web.Request) -> web.Response:
     """Handler of POST /rerank, /v1/rerank and /v2/rerank."""
+    terms = terms_of(request)
     asked = parse_rerank(await read_fields(request))
-    return await _answer(request, asked, lambda results: _ranking(asked, results))
+    return await _answer(request, terms, asked, lambda results: _ranking(asked, results))
 
 
 async def _answer(
-    request: web.Request, asked: EmbeddingTexts, make: Callable[[Sequence[Completion]], Body]
+    request: web.Request, terms: Terms, asked: EmbeddingTexts, make: Callable[[Sequence[Completion]], Body]
 ) -> web.Response:
-    gateway, terms = request.app[GATEWAY], terms_of(request)
+    gateway = request.app[GATEWAY]
     if asked.priority:
         terms = replace(terms, priority=asked.priority)
     generations: list[Generation] = []
@@ -97,8 +101,9 @@ def _embeddings(asked: EmbeddingRequest, results: Sequence[Completion]) -> Body:
         "object": "list",
         "created": int(time.time()),
         "model": asked.model,
+        # Each encoded apart: the lock of the interpreter is held for one vector at a time, not for all of the body.
         "data": [
-            {"object": "embedding", "index": index, "embedding": show(result.embedding)}
+            msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": show(result.embedding)}))
             for index, result in enumerate(results)
         ],
         "usage": _usage(results),

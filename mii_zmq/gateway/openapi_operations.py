@@ -21,6 +21,7 @@ from mii_zmq.errors import (
     UnknownDeployment,
 )
 from mii_zmq.gateway import metrics, page, terms
+from mii_zmq.gateway.core_request import MAX_PRIORITY
 from mii_zmq.gateway.http_errors import JSON, EndpointDisabled, ForbiddenOrigin, MethodNotAllowed, NotFound
 from mii_zmq.gateway.openapi_requests import Schema, ref
 from mii_zmq.gateway.sse import HEADERS as STREAM_HEADERS
@@ -79,7 +80,7 @@ TERMS: tuple[Schema, ...] = (
         "name": terms.PRIORITY,
         "in": "header",
         "description": "Smaller is more urgent.",
-        "schema": {"type": "integer", "minimum": -terms.MAX_PRIORITY, "maximum": terms.MAX_PRIORITY, "default": 0},
+        "schema": {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY, "default": 0},
     },
     {
         "name": terms.DEADLINE,

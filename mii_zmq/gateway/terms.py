@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from mii_zmq.errors import DeadlineExceeded, InvalidRequest
+from mii_zmq.gateway.core_request import MAX_PRIORITY
 from mii_zmq.gateway.request_record import RECORD, RequestRecord
 
 TENANT = "X-MII-Tenant"
 PRIORITY = "X-MII-Priority"
 DEADLINE = "X-MII-Deadline-Ms"
-MAX_PRIORITY = 2**31 - 1
 MAX_DEADLINE_MS = 2**31 - 1
 TENANT_PATTERN = re.compile(r"[!-~]{0,200}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,12}")
@@ -43,7 +43,7 @@ class Terms:
             return None
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
-            raise DeadlineExceeded("the request's deadline passed before all of the request had arrived")
+            raise DeadlineExceeded("the request's deadline passed before all of it could be sent to a group")
         return left_s
 
 

@@ -21,7 +21,7 @@ from mii_zmq.gateway.openai_schemas import parse_chat, parse_completion
 from mii_zmq.gateway.request_body import Fields, decode_field, read_fields
 from mii_zmq.gateway.sse import encode
 from mii_zmq.gateway.state import GATEWAY
-from mii_zmq.gateway.terms import terms_of
+from mii_zmq.gateway.terms import Terms, terms_of
 from mii_zmq.protocol import GenerateBody
 from mii_zmq.sampling_params import unknown_field
 
@@ -33,7 +33,7 @@ DETOKENIZE_FIELDS = {"model": str, "tokens": list[int]}
 
 async def tokenize(request: web.Request) -> web.Response:
     """Handler of POST /tokenize."""
-    fields = await read_fields(request)
+    terms, fields = terms_of(request), await read_fields(request)
     if "return_token_strs" in fields and decode_field("return_token_strs", fields["return_token_strs"], bool | None):
         raise InvalidRequest(
             "return_token_strs is not supported; send single tokens to /detokenize", param="return_token_strs"
@@ -43,7 +43,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if len(asked.prompts) != 1:
         raise InvalidRequest(f"prompt holds {len(asked.prompts)} prompts; send one at a time", param="prompt")
     try:
-        answer = await ask(request, asked.model, msgspec.structs.replace(asked.prompts[0], task="tokenize"))
+        answer = await ask(request, terms, asked.model, msgspec.structs.replace(asked.prompts[0], task="tokenize"))
     except MiiError as error:
         raise asked.rename(error) from None
     deployment = (await request.app[GATEWAY].status()).deployments.get(asked.model)
@@ -58,19 +58,19 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     """Handler of POST /detokenize."""
-    values = _decode(await read_fields(request))
+    terms, values = terms_of(request), _decode(await read_fields(request))
     body = GenerateBody(prompt_token_ids=values["tokens"], task="detokenize")
     try:
-        answer = await ask(request, values["model"], body)
+        answer = await ask(request, terms, values["model"], body)
     except MiiError as error:
         raise renamed(error, {"prompt_token_ids": "tokens"}) from None
     return web.Response(body=encode({"prompt": answer.text}), content_type=JSON)
 
 
-async def ask(request: web.Request, model: str, body: GenerateBody) -> Completion:
+async def ask(request: web.Request, terms: Terms, model: str, body: GenerateBody) -> Completion:
     """One group's answer to a task that generates nothing."""
     gateway = request.app[GATEWAY]
-    with gateway.running(), submitted(gateway.client, model, [body], terms_of(request), stream=False) as generations:
+    with gateway.running(), submitted(gateway.client, model, [body], terms, stream=False) as generations:
         return await generations[0].result()
 
 

@@ -121,7 +121,8 @@ async def test_vectors_of_one_request_are_bounded(http: aiohttp.ClientSession, b
 
     broker.answer = answer
     status, found = await post(http, PATH, {"model": "fake", "input": ["a", "b"]})
-    assert (status, found["error"]["param"]) == (400, "input")
+    assert (status, found["error"]["param"]) == (400, None)
+    assert "send fewer at a time" in found["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])

@@ -70,6 +70,20 @@ async def test_a_deadline_that_passed_is_504(http: aiohttp.ClientSession, broker
         assert (await response.json())["error"]["code"] == "deadline_exceeded"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(path for path, _ in DOORS), "/v1/responses", "/v1/messages", "/v1/embeddings", "/score", "/rerank",
+        "/tokenize", "/detokenize", "/v1/messages/count_tokens",
+    ],
+)  # fmt: skip
+async def test_time_counts_from_before_the_body(http: aiohttp.ClientSession, path: str) -> None:
+    """Seen by which of two mistakes is found."""
+    async with http.post(path, data=b"{", headers={"X-MII-Deadline-Ms": "0"}) as response:
+        assert response.status == 400
+        assert "X-MII-Deadline-Ms is '0'" in await response.text()
+
+
 def test_time_that_is_used_up_on_the_way() -> None:
     with pytest.raises(DeadlineExceeded):
         Terms(deadline=0.0).left_s()

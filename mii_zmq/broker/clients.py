@@ -49,6 +49,7 @@ from mii_zmq.protocol import (
     encode,
     parse_header,
 )
+from mii_zmq.trace_context import REQUEST_ID
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +231,8 @@ class Clients:
     def _on_abort(self, client: Client, message: Message, now: float) -> None:
         """End requests wherever they came from; their own connections are told."""
         asked, by_id = parse_header(message, Abort), self._requests.by_id
-        ids, names = set(asked.request_ids), set(asked.names)
+        # What counts as no name in a GENERATE is none here: the empty one would be that of every unnamed request.
+        ids, names = set(asked.request_ids), {name for name in asked.names if REQUEST_ID.fullmatch(name)}
         candidates = by_id.values() if names or asked.everything else [by_id[i] for i in ids if i in by_id]
         ended = [
             request

@@ -91,3 +91,12 @@ def test_what_a_worker_sends_afterwards_is_dropped() -> None:
     abort(bench, [1])
     bench.worker("w", encode(Verb.ERROR, request_id(1), {"code": "cancelled", "message": ""}))
     assert bench.verbs("c", 1).count("ERROR") == 1
+
+
+def test_what_is_no_name_ends_nothing() -> None:
+    bench = bench_of_one()
+    bench.generate("c", 1)
+    bench.generate("c", 2, x_request_id="a b")
+    found = abort(bench, names=["", "a b"])
+    assert (found.num_requests, found.names) == (0, [])
+    assert bench.state.num_unfinished == 2

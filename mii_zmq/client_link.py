@@ -132,6 +132,9 @@ class Link:
         self._down_since = time.monotonic()
         self.up.clear()
         self._down.set()
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(BrokerUnavailable(f"the broker at {self.endpoint} is gone", retry_after_ms=1000))
         self._on_change()
 
     def cancel(self, generation: Generation) -> None:
@@ -163,7 +166,7 @@ class Link:
         """Send a question that the broker answers by the same verb.
 
         Raises:
-            BrokerUnavailable: it does not answer in time.
+            BrokerUnavailable: it does not answer in time, or is lost meanwhile.
             MiiError: with which it refuses.
         """
         request_id = protocol.new_request_id()

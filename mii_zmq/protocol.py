@@ -160,13 +160,15 @@ def encode_body(body: msgspec.Struct) -> bytes:
     """A body Struct as msgpack bytes.
 
     Raises:
-        InvalidRequest: some text holds a lone surrogate.
+        InvalidRequest: some text holds a lone surrogate, or some integer has more than 64 bits.
         RequestTooLarge: the body exceeds the protocol's limit.
     """
     try:
         packed = pack(msgspec.to_builtins(body, builtin_types=(bytes,)))
     except UnicodeEncodeError:
         raise InvalidRequest("the request holds a lone surrogate; send valid Unicode", param="prompt") from None
+    except OverflowError:
+        raise InvalidRequest("the request holds an integer of more than 64 bits", param="prompt") from None
     if len(packed) > MAX_BODY_BYTES:
         raise RequestTooLarge(f"the request has {len(packed)} bytes; the limit is {MAX_BODY_BYTES}")
     return packed

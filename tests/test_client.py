@@ -477,6 +477,11 @@ async def test_lone_surrogate_is_refused_here(broker: ScriptedBroker, client: As
         client.generate("m", GenerateBody(prompt="a\ud800"), stream=True)
 
 
+async def test_too_large_an_integer_is_refused_here(broker: ScriptedBroker, client: AsyncClient) -> None:
+    with pytest.raises(InvalidRequest, match="more than 64 bits"):
+        client.generate("m", GenerateBody(prompt_token_ids=[2**64]), stream=True)
+
+
 async def test_status(broker: ScriptedBroker, client: AsyncClient) -> None:
     asked = asyncio.ensure_future(client.status(PATIENCE_S))
     peer, message = await broker.next(Verb.STATUS)
@@ -629,6 +634,15 @@ async def test_a_question_that_the_broker_refuses_or_does_not_answer(
     answer = PrefixCacheReset(done=["g"], failed={"h": "gone"})
     broker.send(peer, protocol.encode(Verb.RESET_PREFIX_CACHE, message.request_id, answer))
     assert await task == answer
+
+
+async def test_a_question_to_a_broker_that_is_lost_ends_at_once(broker: ScriptedBroker, client: AsyncClient) -> None:
+    task = asyncio.create_task(client.reset_prefix_cache("m", timeout_s=10 * PATIENCE_S))
+    peer, _ = await broker.next(Verb.RESET_PREFIX_CACHE)
+    broker.send(peer, protocol.encode(Verb.DISCONNECT))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BrokerUnavailable, match="is gone"):
+            await task
 
 
 async def test_without_a_broker_nothing_is_aborted() -> None:

@@ -29,8 +29,16 @@ class InputItem(msgspec.Struct):
     output: str | list[TextPart] | None = None
 
 
+class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Usage is in the last event anyway, so that the options of completions have no place here."""
+
+    include_obfuscation: bool | None = None
+    """Accepted; nothing here is ever padded."""
+
+
 RESPONSES_FIELDS: dict[str, Rule] = {
     **{name: rule for name, rule in COMMON_FIELDS.items() if name not in _ELSEWHERE},
+    "stream_options": Honoured(ResponsesStreamOptions | None),
     "input": Honoured(str | list[InputItem]),
     "instructions": Honoured(str | None),
     "max_output_tokens": Honoured(int | None),

@@ -140,6 +140,7 @@ def test_options_are_translated() -> None:
     assert not asked.tools.is_parallel
     assert asked.tools.strict == {"f"}
     assert parse({**TOOLS, "tool_choice": "none"}).bodies()[0].tools is None
+    assert parse({"stream": True, "stream_options": {"include_obfuscation": False}}).stream
 
 
 def test_every_field_of_the_table() -> None:
@@ -167,6 +168,8 @@ def test_every_field_of_the_table() -> None:
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 5}, "max_tokens"),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({**TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({**TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),

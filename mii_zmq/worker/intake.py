@@ -87,8 +87,8 @@ class Intake:
 
 
 def _check_embedding_fields(body: GenerateBody) -> None:
-    for name in ("pooling", "dimensions", "normalize"):
-        if getattr(body, name) not in (None, True):
+    for name, default in (("pooling", None), ("dimensions", None), ("normalize", True)):
+        if getattr(body, name) is not default:
             raise InvalidRequest(f"{name} belongs to the task 'embed'; leave it out", param=name)
 
 

@@ -106,7 +106,7 @@ def sequence_capacity(limits: EngineLimits) -> int:
 
 def too_long(found: str, limits: EngineLimits, param: str) -> RequestError:
     bound = "the model's context" if limits.max_model_len <= sequence_capacity(limits) else "the KV pool"
-    return PromptTooLong(f"{found}; {bound} holds {sequence_capacity(limits)} tokens of prompt and output", param=param)
+    return PromptTooLong(f"{found}; {bound} holds {sequence_capacity(limits)} tokens in all", param=param)
 
 
 def _check_prompt_text(text: Any) -> str:

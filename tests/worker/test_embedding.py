@@ -79,6 +79,7 @@ def test_a_prompt_may_fill_the_context() -> None:
         ({}, "prompt"),
         ({"task": "generate", "prompt": "a", "pooling": "last"}, "pooling"),
         ({"task": "generate", "prompt": "a", "dimensions": 2}, "dimensions"),
+        ({"task": "generate", "prompt": "a", "dimensions": 1}, "dimensions"),
         ({"task": "tokenize", "prompt": "a", "normalize": False}, "normalize"),
     ],
 )

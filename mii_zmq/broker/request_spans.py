@@ -26,6 +26,8 @@ class _Open:
     attempt: Span | None = None
     was_with: str = ""
     """The last group that had it."""
+    is_waiting: bool = True
+    """For a group; not when one has it, or has finished it."""
 
 
 class RequestSpans:
@@ -71,7 +73,7 @@ class RequestSpans:
             why = str(note.facts.get("why", ""))[:MAX_TEXT]
             request.span.add_event("retry", now, group=request.was_with, why=why)
             self._leave_group(request, now, why)
-            request.queued_at = now
+            request.queued_at, request.is_waiting = now, True
         elif note.event == "finished":
             request.span.attributes |= known(mii__finish_reason=note.facts["reason"])
             self._leave_group(request, now, None)
@@ -88,6 +90,7 @@ class RequestSpans:
     def _assigned(self, request: _Open, note: Note, now: float) -> None:
         facts, context = note.facts, request.span.context
         self._queue_span(request, now, None)
+        request.is_waiting = False
         attempt, resumed = int(facts["attempt"]) + 1, int(facts["num_tokens"])
         request.was_with = str(facts["group"])
         request.attempt = Span("mii.broker.attempt", context.derived(int(facts["number"])), now, context)
@@ -102,7 +105,7 @@ class RequestSpans:
             request.attempt.error = error
             self._tracing.record(request.attempt, now)
             request.attempt = None
-        elif error is not None:
+        elif error is not None and request.is_waiting:
             self._queue_span(request, now, error)
 
     def _queue_span(self, request: _Open, now: float, error: str | None) -> None:

@@ -95,6 +95,27 @@ def test_errors_say_their_code(memory: Memory, bench: Bench) -> None:
     assert len(bench.spans) == 0
 
 
+def test_who_does_not_read_the_end_has_not_waited_for_a_group(memory: Memory, bench: Bench) -> None:
+    bench.client("c", Verb.HELLO, None, {"credit": 1})
+    bench.generate("c", 1)
+    bench.tokens("w1", row(1, 0, [0], "a"))
+    bench.tokens("w1", row(1, 1, [1], "b", "stop"))
+    bench.final("w1", 1)
+    bench.client("c", Verb.CANCEL, 1)
+    root = the_tree(memory)
+    assert root.attributes["error.type"] == "cancelled"
+    (queue,) = root.all("mii.broker.queue")
+    assert not queue.is_error
+
+
+def test_a_wait_after_a_lost_group_is_one(memory: Memory, bench: Bench) -> None:
+    bench.generate("c", 1)
+    for name in (b"w2", b"w1"):
+        bench.perform(bench.state.worker_gone((name,), bench.now))
+    bench.client("c", Verb.CANCEL, 1)
+    assert [span.is_error for span in the_tree(memory).all("mii.broker.queue")] == [False, True]
+
+
 def test_same_id_again_does_not_end_the_trace_of_the_first(memory: Memory, bench: Bench) -> None:
     def ends() -> list[str]:
         found = [span.attributes for span in memory.spans() if span.name == "mii.broker.request"]

@@ -14,7 +14,6 @@ from mii_zmq.bench_metrics import RequestRecord, per_second
 
 PROMPT_TOKENS_PER_S = 512
 EMA_SPAN = 16
-TOKEN_RATES = (2.0, 4.0, 6.0)
 
 
 def moving_averages(values: Iterable[float], span: int = EMA_SPAN) -> list[float]:

@@ -76,7 +76,7 @@ class CompletionAnswer:
         )
 
     def first(self, index: int, prompt_length: int) -> bytes:
-        # Unknown lengths come from a broker of an earlier version; such a stream tells its usage at the end alone.
+        # Of an earlier version of broker or worker come no lengths; such a stream tells its usage at the end alone.
         if self._counts is not None and prompt_length:
             self._counts[index] = [prompt_length, 0]
         return b""

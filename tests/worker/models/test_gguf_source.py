@@ -165,8 +165,9 @@ def test_logits_are_those_of_the_model_in_the_file(tmp_path: Path, name: str) ->
     assert float((logits[0] - expected).abs().max() / expected.abs().max()) < 1e-4
     model.save_pretrained(tmp_path / "same")
     same = DecoderDriver(tmp_path / "same").step([(0, PROMPT)])
-    # Gemma's offset was added and taken off again, in float32.
-    torch.testing.assert_close(logits, same, rtol=0, atol=1e-4 if name.startswith("gemma") else 1e-6)
+    # The files' tensors lie at other addresses, by which a sum may take another order. Gemma's offset was added and
+    # taken off again, in float32.
+    torch.testing.assert_close(logits, same, rtol=0, atol=1e-4 if name.startswith("gemma") else 1e-5)
 
 
 def random_blocks(kind: str, rows: int, width: int) -> np.ndarray:

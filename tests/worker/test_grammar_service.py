@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 PATIENCE_S = 60.0
 SLOW_REGEX = "(" + "|".join(f"[a-z]{{1,{length}}}" for length in range(1, 300)) + ")*"
-REAL = ["--tokenizer=fake:", "--timeout-s=0.5", "--memory-mb=64", "--cache-mb=1"]
+REAL = ["--tokenizer=fake:", "--timeout-s=3", "--memory-mb=64", "--cache-mb=1"]
 
 
 def request(seq_id: int, text: str, kind: str = "regex", **fields: object) -> SequenceRequest:
@@ -109,24 +109,25 @@ def what_cannot_be_compiled_ends_its_sequence_alone(real: Follower) -> None:
     events = real.next(4)
     assert [event.seq_id for event in events] == [3, 4, 5, 6]
     late, malformed, refused, fine = events
-    for event, reason in ((late, "more than 0.5 s"), (malformed, "not closed"), (refused, "/not cannot be")):
+    for event, reason in ((late, "more than 3 s"), (malformed, "not closed"), (refused, "/not cannot be")):
         assert isinstance(event.error, InvalidRequest)
         assert reason in event.error.message
         assert event.error.param == "structured_output"
     assert fine.mask is not None
-    # Refused from memory: no fork takes that long again.
-    started = time.monotonic()
-    service.open(request(7, SLOW_REGEX))
-    (again,) = real.next()
+    # Refused from memory, which comes before what a fork takes milliseconds for.
+    service.open(request(7, "y"))
+    service.open(request(8, SLOW_REGEX))
+    again, other = (*real.next(), *real.next())
+    assert [again.seq_id, other.seq_id] == [8, 7]
     assert isinstance(again.error, InvalidRequest)
-    assert time.monotonic() - started < 0.5
     service.close(6)
+    service.close(7)
 
 
 def compilations_of_sequences_that_are_gone_hurt_nobody(real: Follower) -> None:
     service = real.service
-    service.open(request(8, "gone"))
-    service.close(8)
+    service.open(request(12, "gone"))
+    service.close(12)
     service.open(request(9, "here"))
     assert real.allowed() == "h"
     service.close(9)

@@ -50,34 +50,56 @@ PATIENCE_S = 30
 class ScriptedBroker:
     """Answers HELLO and HEARTBEAT; everything else waits in `inbox` for the test."""
 
-    def __init__(self, endpoint: str, epoch: bytes = b"e" * 16, liveness: int = 600) -> None:
-        """A client looks out for it every 50 ms; `liveness` is small only where its silence is the subject."""
+    def __init__(self, endpoint: str, epoch: bytes = b"e" * 16) -> None:
+        """Clients look out for it every 50 ms, and do not miss it for longer than any machine stalls."""
         self.context = transport.make_context()
         socket, self.endpoint = transport.bind_router(self.context, endpoint)
         self.socket = transport.AsyncSocket(socket, self._on_frames)
         self.inbox: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue()
         self.epoch = epoch
-        self.liveness = liveness
         self.is_mute = False
-        self.num_goodbyes = 0
+        self.greetings: list[Verb] = []
+        """HELLO and DISCONNECT, as they were read; from anew when it falls silent."""
+        self._peers: set[bytes] = set()
+        self._unread: list[list[bytes]] = []
+
+    def fall_silent(self) -> None:
+        """Read and say nothing more, as a process that is stopped; its clients will miss it in a moment."""
+        for peer in self._peers:
+            self._welcome(peer, liveness=2)
+        self.is_mute = True
+        self.greetings.clear()
+
+    def speak_again(self) -> None:
+        """Nothing was lost meanwhile: all of it is read now, in order."""
+        self.is_mute = False
+        unread, self._unread = self._unread, []
+        for frames in unread:
+            self._on_frames(frames)
+
+    def _welcome(self, peer: bytes, liveness: int = 600) -> None:
+        welcome = Welcome(
+            epoch=self.epoch,
+            heartbeat_ms=50,
+            liveness=liveness,
+            max_body_bytes=protocol.MAX_BODY_BYTES,
+            deployments=["m"],
+            capabilities=[],
+        )
+        self.send(peer, protocol.encode(Verb.WELCOME, header=welcome))
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        peer, message = frames[0], protocol.decode(frames[1:])
         if self.is_mute:
+            self._unread.append(frames)
             return
-        if message.verb is Verb.DISCONNECT:
-            self.num_goodbyes += 1
-            return
+        peer, message = frames[0], protocol.decode(frames[1:])
+        if message.verb in (Verb.HELLO, Verb.DISCONNECT):
+            self.greetings.append(message.verb)
         if message.verb is Verb.HELLO:
-            welcome = Welcome(
-                epoch=self.epoch,
-                heartbeat_ms=50,
-                liveness=self.liveness,
-                max_body_bytes=protocol.MAX_BODY_BYTES,
-                deployments=["m"],
-                capabilities=[],
-            )
-            self.send(peer, protocol.encode(Verb.WELCOME, header=welcome))
+            self._peers.add(peer)
+            self._welcome(peer)
+        elif message.verb is Verb.DISCONNECT:
+            self._peers.discard(peer)
         elif message.verb is Verb.HEARTBEAT:
             self.send(peer, protocol.encode(Verb.HEARTBEAT, header={"epoch": self.epoch}))
         else:
@@ -115,10 +137,9 @@ def final(request_id: bytes, length: int, text: str | None = None, ids: bytes = 
 
 
 @pytest.fixture
-async def broker(request: pytest.FixtureRequest) -> AsyncIterator[ScriptedBroker]:
-    """Parametrized indirectly: its keyword arguments."""
+async def broker() -> AsyncIterator[ScriptedBroker]:
     # A successor may need the port.
-    broker = ScriptedBroker(unused_endpoint(), **getattr(request, "param", {}))
+    broker = ScriptedBroker(unused_endpoint())
     yield broker
     broker.close()
 
@@ -253,19 +274,18 @@ async def test_request_is_sent_again_to_a_restarted_broker(broker: ScriptedBroke
         successor.close()
 
 
-@pytest.mark.parametrize("broker", [{"liveness": 20}], indirect=True, ids=["watched closely"])
 async def test_after_silence_everything_is_sent_again(broker: ScriptedBroker, client: AsyncClient) -> None:
     """The broker may have given the client up, and its word of that been lost."""
     generation = start(client)
     peer, message = await broker.next(Verb.GENERATE)
     broker.send(peer, tokens(delta(message.request_id, 0, [7], "a")))
     await anext(generation)
-    broker.is_mute = True
-    async with asyncio.timeout(30):
+    broker.fall_silent()
+    async with asyncio.timeout(PATIENCE_S):
         await _until(lambda: not client.is_connected)
-    broker.is_mute, broker.liveness = False, 600
+    broker.speak_again()
     peer, message = await broker.next(Verb.GENERATE)
-    assert broker.num_goodbyes >= 1
+    assert broker.greetings[:2] == [Verb.DISCONNECT, Verb.HELLO]
     assert message.request_id == generation.request_id
     assert list(message.raw) == [(7).to_bytes(4, "little")]
     broker.send(peer, tokens(delta(message.request_id, 1, [8], "b", "length")))
@@ -273,15 +293,14 @@ async def test_after_silence_everything_is_sent_again(broker: ScriptedBroker, cl
     assert (await generation.result()).token_ids == [7, 8]
 
 
-@pytest.mark.parametrize("broker", [{"liveness": 20}], indirect=True, ids=["watched closely"])
 async def test_requests_wait_for_a_broker_that_is_away(broker: ScriptedBroker, client: AsyncClient) -> None:
-    broker.is_mute = True
+    broker.fall_silent()
     async with asyncio.timeout(PATIENCE_S):
         await _until(lambda: not client.is_connected)
     generation = start(client)
     with pytest.raises(BrokerUnavailable):
         await client.status()
-    broker.is_mute, broker.liveness = False, 600
+    broker.speak_again()
     peer, message = await broker.next(Verb.GENERATE)
     assert message.request_id == generation.request_id
     broker.send(peer, tokens(delta(message.request_id, 0, [7], "a", "length")))
@@ -380,24 +399,26 @@ class TestSeveralBrokers:
         rest = await generation.result()
         assert ([d.finish_reason for d in first], rest.text, rest.token_ids) == (["length"], "", [7])
 
-    @pytest.mark.parametrize("broker", [{"liveness": 20}], indirect=True, ids=["watched closely"])
     async def test_broker_that_was_silent_hears_first_that_its_requests_are_gone(
         self, broker: ScriptedBroker, second: ScriptedBroker, client_of_two: AsyncClient
     ) -> None:
         generation = start(client_of_two)
         first_peer, _ = await broker.next(Verb.GENERATE)
-        broker.is_mute = True
+        broker.fall_silent()
         peer, message = await second.next(Verb.GENERATE)
-        broker.liveness, broker.is_mute = 600, False
+        broker.speak_again()
         async with asyncio.timeout(PATIENCE_S):
             await _until(lambda: all(link.is_up for link in client_of_two._links))
-        assert broker.num_goodbyes
+        assert broker.greetings[:2] == [Verb.DISCONNECT, Verb.HELLO]
         # What it still has of them is nobody's.
         broker.send(first_peer, tokens(delta(message.request_id, 0, [66], "x")))
         broker.send(first_peer, protocol.encode(Verb.ERROR, message.request_id, Cancelled("gone").to_wire()))
         # A broker that is back is used again.
         later = start(client_of_two)
-        assert (await broker.next(Verb.GENERATE))[1].request_id == later.request_id
+        later_peer, later_message = await broker.next(Verb.GENERATE)
+        assert later_message.request_id == later.request_id
+        broker.send(later_peer, final(later.request_id, 1))
+        await later.result()
         second.send(peer, tokens(delta(message.request_id, 0, [7], "a", "length")))
         second.send(peer, final(message.request_id, 1))
         assert (await generation.result()).token_ids == [7]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mii_zmq.process import Child, spawn
-from tests.stack import PATIENCE_S, Stack, generate, http, stream_events
+from tests.stack import PATIENCE_S, Stack, http, stream_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -81,27 +81,20 @@ def test_all_that_runs(stack: Stack, other: str) -> None:
 
 
 def test_resetting_reaches_every_group(stack: Stack, other: str) -> None:
-    prompts = ["the same long prompt, again and again"] * 8
+    def num_cached(num_requests: int) -> int:
+        """Tokens of these requests' prompts that came from a cache, by their answers: heartbeats tell of them later."""
+        prompts = ["the same long prompt, again and again"] * num_requests
+        status, answer = post(stack.url, "/v1/completions", {"model": "m", "prompt": prompts, "max_tokens": 2})
+        assert status == 200, answer
+        found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
 
-    def num_cached() -> float:
-        groups = stack.groups_status().values()
-        return sum(group["load"].get("cached_tokens", 0) for group in groups)
-
-    def run_cold_and_warm() -> float:
-        """Tokens from the cache of a second round."""
-        generate(stack.url, "m", prompts, max_new_tokens=2)
-        stack.wait_for(lambda: stack.used_blocks() == 0)
-        before = num_cached()
-        generate(stack.url, "m", prompts, max_new_tokens=2)
-        stack.wait_for(lambda: num_cached() > before)
-        return num_cached() - before
-
-    run_cold_and_warm()
+    # So many that each group gets some.
+    num_cached(8)
+    assert num_cached(8) > 0
     assert post(other, "/reset_prefix_cache", {"model": "m"}) == (200, {"model": "m", "groups": ["one", "two"]})
+    assert num_cached(1) == 0
+    assert num_cached(8) > 0
     assert post(other, "/reset_prefix_cache", {})[0] == 200
-    # Both are empty now, so that the first prompt that comes to each finds nothing.
-    before = num_cached()
-    generate(stack.url, "m", "the same long prompt, again and again", max_new_tokens=1)
-    stack.wait_for(lambda: stack.used_blocks() == 0)
-    assert num_cached() == before
+    assert num_cached(1) == 0
     assert post(stack.url, "/reset_prefix_cache", {})[0] == 403

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import socket
 import time
@@ -22,13 +23,21 @@ LOOPBACK = "tcp://127.0.0.1:0"
 PATIENCE_S = 60.0
 
 
+_given_ports: set[int] = set()
+
+
 def unused_port() -> int:
-    """A TCP port for a server that starts later: not one that the kernel could meanwhile give to a connection."""
+    """A TCP port for a server that starts later: not one that the kernel could meanwhile give to a connection, nor one
+    that this process, or another one of the same pytest-xdist, gives to somebody else."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = range(lowest - 10_000 + number, lowest, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     while True:
-        port = random.randrange(lowest - 10_000, lowest)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+        port = random.choice(own)
+        if port not in _given_ports:
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                _given_ports.add(port)
+                return port
 
 
 def unused_endpoint() -> str:

@@ -5,6 +5,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from mii_zmq.protocol import FinalBody, Verb, parse_body
 from mii_zmq.worker.engine_channel import ids_from_bytes, ids_to_bytes
 from tests.stack import unused_endpoint
-from tests.worker.scripted_broker import PATIENCE_S, ScriptedBroker, open_context, staged, worker_process
+from tests.worker.scripted_broker import PATIENCE_S, ScriptedBroker, Stage, open_context, staged, worker_process
 
 pytestmark = pytest.mark.slow
 
@@ -217,13 +218,21 @@ async def test_two_brokers_are_served_side_by_side() -> None:
 
 
 async def test_idle_group_uses_no_cpu_and_reports_on() -> None:
+    """It may have something to do yet when it has just begun, but not for ever."""
     async with staged(heartbeat_ms=200) as stage:
         pids = (stage.worker.pid, stage.engine_pid)
         stage.broker.generate(1, max_new_tokens=3, ignore_eos=True)
         await stage.broker.skip_to(Verb.FINAL)
         await stage.broker.heartbeat_with(running=0, used_blocks=0)
-        before, started = [cpu_seconds(pid) for pid in pids], time.monotonic()
-        for _ in range(10):
-            await stage.broker.heartbeats.get()
-        used = [cpu_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
-        assert max(used) <= 0.05 * (time.monotonic() - started), used
+        async with asyncio.timeout(PATIENCE_S):
+            while await share_of_cpu(stage, pids, num_heartbeats=10) > 0.05:
+                pass
+
+
+async def share_of_cpu(stage: Stage, pids: Sequence[int], num_heartbeats: int) -> float:
+    """Of one processor, by the busiest of the processes."""
+    before, started = [cpu_seconds(pid) for pid in pids], time.monotonic()
+    for _ in range(num_heartbeats):
+        await stage.broker.heartbeats.get()
+    used = [cpu_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
+    return max(used) / (time.monotonic() - started)

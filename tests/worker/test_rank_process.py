@@ -111,7 +111,7 @@ def test_garbage_ends_the_rank() -> None:
 
 
 def test_beats_while_idle_and_while_a_step_runs() -> None:
-    with rank_process("--model=fake:step_ms=1200") as rank:
+    with rank_process("--model=fake:step_ms=2500") as rank:
         join(rank)
         announcements = rank.child.announcements(PATIENCE_S)
         assert next(announcements) == {"beat": True}

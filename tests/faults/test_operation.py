@@ -38,7 +38,8 @@ def text_of(prompt: str, num_tokens: int) -> str:
 def test_a_full_queue_refuses_at_once(new_fleet: Callable[..., Fleet]) -> None:
     """Row 44: what is beyond the bound gets Retry-After without delay; what was accepted is finished."""
     fleet = new_fleet(broker_options=[*FAST_HEARTBEATS, "--max-queued-requests", "8"])
-    fleet.start(model="fake:step_ms=5,max_sequences=4", groups=1)
+    # So slow that those who come late, on a busy machine, find the first ones still there.
+    fleet.start(model="fake:step_ms=10,max_sequences=4", groups=1)
 
     def post(index: int) -> tuple[int, dict[str, str], bytes, float]:
         peer = open_post(fleet.url(), "/mii/m", {"prompts": f"r {index}", "max_new_tokens": 100, **GREEDY})

@@ -39,6 +39,11 @@ def running(fleet: Fleet) -> int:
     return sum(int(group["load"].get("running", 0)) for group in fleet.groups_status().values())
 
 
+def generated(fleet: Fleet) -> int:
+    """Tokens so far, of all groups."""
+    return sum(int(group["load"].get("generated_tokens", 0)) for group in fleet.groups_status().values())
+
+
 def used_blocks(fleet: Fleet) -> int:
     return sum(int(group["load"].get("used_blocks", 0)) for group in fleet.groups_status().values())
 
@@ -160,6 +165,12 @@ async def next_output(client: Client, timeout_s: float) -> Message | None:
 
 async def test_a_client_gets_no_more_than_it_granted(fleet: Fleet, plain: Client) -> None:
     """Row 20: at most as many messages as were granted; merged when more is granted; nothing lost."""
+    before = await asyncio.to_thread(generated, fleet)
+
+    def is_drawn() -> bool:
+        # A report of before it began says that nothing runs, too.
+        return generated(fleet) >= before + 100 and not running(fleet)
+
     await plain.send(Verb.HELLO, header=Hello(name="careful", credit=3))
     await plain.wait_for(Verb.WELCOME)
     request_id = await begin(plain, "row 20", 100)
@@ -168,7 +179,7 @@ async def test_a_client_gets_no_more_than_it_granted(fleet: Fleet, plain: Client
         message = await next_output(plain, 0.3)
         if message is None:
             # The rest is merged once all of it has been drawn.
-            if num_messages < granted or await asyncio.to_thread(lambda: running(fleet)):
+            if num_messages < granted or not await asyncio.to_thread(is_drawn):
                 continue
             granted += 2
             await plain.send(Verb.CREDIT, request_id, {"credit": 2})
@@ -231,19 +242,19 @@ async def test_cancel_may_be_repeated(fleet: Fleet, plain: Client) -> None:
 
 async def test_the_same_id_twice_runs_once(fleet: Fleet, plain: Client) -> None:
     """Row 48: refused on the same connection; taken over by another one, which gets exactly what was missing."""
-    request_id = await begin(plain, "row 48", 400)
+    request_id = await begin(plain, "row 48", 1000)
     first = b""
     while len(first) < 20:
         message = await plain.wait_for(Verb.TOKENS)
         first += b"".join(delta.text for delta in iterate_tokens(message))
-    await begin(plain, "row 48", 400, request_id=request_id)
+    await begin(plain, "row 48", 1000, request_id=request_id)
     while (message := await plain.receive()).verb is not Verb.ERROR:
         first += b"".join(delta.text for delta in iterate_tokens(message))
     assert message.header["param"] == "request_id"
     context: Any = transport.make_context()
     other = Client(context, fleet.client_endpoints[0])
     try:
-        body = {"prompt": "row 48", "params": {"max_new_tokens": 400, **GREEDY}}
+        body = {"prompt": "row 48", "params": {"max_new_tokens": 1000, **GREEDY}}
         header = {"deployment": "m", "stream": True}
         await other.send(Verb.GENERATE, request_id, header, body=body, raw=(array("i", list(first)).tobytes(),))
         second = b""
@@ -251,7 +262,7 @@ async def test_the_same_id_twice_runs_once(fleet: Fleet, plain: Client) -> None:
             assert message.verb is not Verb.ERROR, message.header
             if message.verb is Verb.TOKENS:
                 second += b"".join(delta.text for delta in iterate_tokens(message))
-        assert (first + second).decode() == text_of("row 48", 400)
+        assert (first + second).decode() == text_of("row 48", 1000)
         while (message := await plain.receive()).verb is not Verb.ERROR:
             assert message.verb is Verb.TOKENS
         assert message.header["code"] == "cancelled"

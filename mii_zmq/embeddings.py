@@ -8,13 +8,13 @@ bytes (float32, little endian).
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mii_zmq.errors import InvalidRequest, MiiError
+from mii_zmq.generation import run_each
 from mii_zmq.protocol import GenerateBody
 from mii_zmq.sampling_params import check_text
 
@@ -111,39 +111,31 @@ async def embed_all(
         MiiError: with which any of them ended.
         InvalidRequest: together the vectors are too long.
     """
-    room = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
     num_bytes = 0
 
     async def embed(index: int, body: GenerateBody) -> Completion:
         nonlocal num_bytes
-        async with room:
-            generation = client.generate(
-                deployment,
-                body,
-                stream=False,
-                tenant=tenant,
-                priority=priority,
-                deadline_s=left_s(),
-                name=name,
-                trace=trace,
-            )
-            if generations is not None:
-                generations.append(generation)
-            try:
-                result = await generation.result()
-            except MiiError as error:
-                raise rename(index, error) from None
-            finally:
-                generation.cancel()
+        generation = client.generate(
+            deployment,
+            body,
+            stream=False,
+            tenant=tenant,
+            priority=priority,
+            deadline_s=left_s(),
+            name=name,
+            trace=trace,
+        )
+        if generations is not None:
+            generations.append(generation)
+        try:
+            result = await generation.result()
+        except MiiError as error:
+            raise rename(index, error) from None
+        finally:
+            generation.cancel()
         num_bytes += len(result.embedding)
         if max_bytes is not None and num_bytes > max_bytes:
             raise InvalidRequest(f"together the embeddings exceed {max_bytes} bytes; send fewer at a time")
         return result
 
-    tasks = [asyncio.ensure_future(embed(index, body)) for index, body in enumerate(bodies)]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await run_each(embed, bodies, at_once=MAX_CONCURRENT_PROMPTS)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from mii_zmq import protocol
 from mii_zmq.errors import Cancelled, DeadlineExceeded, MiiError, ProtocolError
 from mii_zmq.protocol import FinalBody, GenerateHeader, TokenDelta, Verb
 from mii_zmq.resume import Delivered, Place
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 GRANT = 128
 """Rows that the reader has taken by the next grant."""
@@ -228,3 +232,23 @@ class Generation:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+async def run_each(work: Callable[[int, T], Awaitable[R]], items: Iterable[T], *, at_once: int) -> list[R]:
+    """`work(index, item)` for each item, at most `at_once` of them at the same time; the results in the items' order.
+
+    The first failure is raised; it, or a cancellation of the caller, cancels all others, and they have ended on return.
+    """
+    room = asyncio.Semaphore(at_once)
+
+    async def run(index: int, item: T) -> R:
+        async with room:
+            return await work(index, item)
+
+    tasks = [asyncio.ensure_future(run(index, item)) for index, item in enumerate(items)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, overload
 from mii_zmq.client import AsyncClient, BackgroundLoop, Generation, fan_out
 from mii_zmq.embeddings import Embeddable, embed_all, embedding_bodies, values_of
 from mii_zmq.errors import InvalidRequest, ServiceError
+from mii_zmq.generation import run_each
 from mii_zmq.protocol import GenerateBody
 from mii_zmq.registry import DeploymentRecord, end_deployment
 from mii_zmq.response import Response, ResponseReader
@@ -245,27 +246,19 @@ async def _generate_all(
     client: AsyncClient, deployment: str, texts: Sequence[str], params: SamplingParams
 ) -> list[Response]:
     """All requests of one call, in order; the first failure cancels the others."""
-    room = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
-    async def generate_one(body: GenerateBody) -> Response:
-        async with room:
-            generation = client.generate(deployment, body, stream=False)
-            try:
-                done = await generation.result()
-            finally:
-                generation.cancel()
+    async def generate_one(_: int, body: GenerateBody) -> Response:
+        generation = client.generate(deployment, body, stream=False)
+        try:
+            done = await generation.result()
+        finally:
+            generation.cancel()
         reader = ResponseReader(params)
         reader.add(done.logprobs)
         return reader.response(done.text, done.prompt_length, done.generated_length, done.finish_reason)
 
     bodies = [GenerateBody(prompt=text, params=choice) for text in texts for choice in fan_out(params)]
-    tasks = [asyncio.ensure_future(generate_one(body)) for body in bodies]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await run_each(generate_one, bodies, at_once=MAX_CONCURRENT_PROMPTS)
 
 
 async def _embed(client: AsyncClient, deployment: str, bodies: Sequence[GenerateBody]) -> list[list[float]]:

@@ -32,7 +32,7 @@ from mii_zmq.worker.cuda_batch import (
     row_bucket,
 )
 from mii_zmq.worker.cuda_graphs import GraphCache
-from mii_zmq.worker.cuda_listed_tokens import ListedTokens
+from mii_zmq.worker.cuda_listed_tokens import ListedTokens, upload
 from mii_zmq.worker.cuda_logprobs import CudaLogprobs, PendingLogprobs, PendingScores
 from mii_zmq.worker.cuda_pooling import CudaPooling, PendingVectors
 from mii_zmq.worker.cuda_sampler import CudaSampler
@@ -241,20 +241,16 @@ class CudaExecutor:
 
     def _apply(self, step: PackedStep, changes: int) -> None:
         if len(step.copies):
-            pairs = self._upload(step.copies)
+            pairs = upload(step.copies, self._device)
             slab = self._pool.slab
             elements = slab.stride(0)
             copy_blocks_kernel[(len(step.copies), triton.cdiv(elements, 8192), slab.shape[1])](
                 pairs, slab, elements, slab.stride(1), TILE=8192, num_warps=8
             )
         if step.num_updates:
-            updates = self._state.packed[self._layout.fixed_words :] if changes else self._upload(step.updates)
+            updates = self._state.packed[self._layout.fixed_words :] if changes else upload(step.updates, self._device)
             grid = (step.num_updates, triton.cdiv(step.longest_update, UPDATE_TILE))
             apply_updates_kernel[grid](updates, self._state.token_ids, self._state.block_tables, TILE=UPDATE_TILE)
-
-    def _upload(self, values: np.ndarray) -> Tensor:
-        """A copy through a pinned buffer, which torch keeps until the copy is done."""
-        return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)
 
     def _run_trunk(self, bucket: Bucket) -> None:
         def launch() -> None:

@@ -47,7 +47,7 @@ class ListedTokens:
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
-    """A copy through pinned memory, which nobody waits for."""
+    """A copy through pinned memory, which torch keeps until the copy is done; nobody waits for it."""
     return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
 
 

@@ -148,6 +148,8 @@ class EngineCore:
     def add(self, request: SequenceRequest) -> None:
         """Take a sequence; its outputs come from `step`, the last of them with a finish_reason.
 
+        If its grammar cannot be opened, that is its end, and comes from `step` as well.
+
         Raises:
             PromptTooLong, InvalidRequest: it can never run; nothing was kept.
         """
@@ -156,7 +158,7 @@ class EngineCore:
         self.scheduler.add(request, self._clock())
         self._lacks_masks = False
         if request.grammar is not None and self._grammars is not None:
-            self._grammars.open(request)
+            self._open_grammar(self._grammars, request)
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
         """End sequences with finish_reason 'cancelled'; unknown and finished ids are ignored."""
@@ -200,6 +202,17 @@ class EngineCore:
         if self._grammars is not None:
             self._grammars.shut_down()
         self.executor.close()
+
+    def _open_grammar(self, grammars: GrammarService, request: SequenceRequest) -> None:
+        try:
+            grammars.open(request)
+        except Exception as error:
+            logger.exception("the grammar of sequence %d cannot be opened; it ends", request.seq_id)
+            if not isinstance(error, MiiError):
+                error = InternalError(_one_line("structured_output: the request's grammar cannot be opened", error))
+            # As any end it lets go of everything, also of what the service has of it, and is reported once, even where
+            # the sequence was complete when it came.
+            self.scheduler.fail(request.seq_id, error)
 
     def _submit_next(self, outputs: list[SequenceOutput]) -> bool:
         started = time.monotonic()

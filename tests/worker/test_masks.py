@@ -187,6 +187,44 @@ def test_what_the_service_cannot_follow_ends_with_its_error():
     assert driver.errors[1] is not None
 
 
+class GrammarsThatCannotBeOpened(ScriptedGrammars):
+    """Those of some sequences, after they have been taken note of."""
+
+    def __init__(self, *broken: tuple[int, Exception]) -> None:
+        super().__init__()
+        self._broken = dict(broken)
+
+    def open(self, request: SequenceRequest) -> None:
+        super().open(request)
+        if request.seq_id in self._broken:
+            raise self._broken[request.seq_id]
+
+
+def test_a_grammar_that_cannot_be_opened_ends_its_sequence_alone():
+    driver, grammars = make(GrammarsThatCannotBeOpened((2, TypeError("a bug")), (3, InvalidRequest("a refusal"))))
+    driver.add(constrained(make_request(1, 9, 20), "hello"))
+    before = driver.core.stats()
+    driver.add(*(constrained(make_request(seq_id, 9, 20), "hello") for seq_id in (2, 3)))
+    assert driver.core.stats() == before
+    driver.step()
+    assert driver.reasons == {2: "error", 3: "error"}
+    assert str(driver.errors[2]).endswith("grammar cannot be opened: TypeError: a bug")
+    assert str(driver.errors[3]) == "a refusal"
+    assert grammars.followed.keys() == {1}
+    driver.add(constrained(make_request(4, 9, 20), "again"))
+    run(driver)
+    check(driver, grammars)
+    assert driver.reasons == {1: "stop", 2: "error", 3: "error", 4: "stop"}
+
+
+def test_a_complete_sequence_whose_grammar_cannot_be_opened_ends_once():
+    driver, grammars = make(GrammarsThatCannotBeOpened((1, TypeError("a bug"))))
+    driver.add(constrained(make_request(1, 4, 2, resumed_token_ids=list(b"ab")), "abc"))
+    run(driver)
+    check(driver, grammars)
+    assert driver.reasons == {1: "length"}
+
+
 def test_a_small_pool_preempts_sequences_that_wait_for_masks():
     driver, grammars = make(
         ScriptedGrammars(lambda seq_id, number: number % 3), num_blocks=16, block_size=2, max_sequences=6

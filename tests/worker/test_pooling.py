@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +179,14 @@ def fake_driver(**limits: Any) -> Driver:
     return make_driver(make_limits(hidden_size=8, **limits))
 
 
-def run_fake(driver: Driver) -> dict[int, SequenceOutput]:
+def run_fake(driver: Driver, cancelled: Sequence[int] = (), after: int = 0) -> dict[int, SequenceOutput]:
+    """The ends of all sequences; some are cancelled after so many steps."""
     ends: dict[int, SequenceOutput] = {}
-    while driver.core.has_work:
+    for number in itertools.count():
+        if number == after:
+            driver.core.cancel(cancelled)
+        if not driver.core.has_work:
+            break
         for output in driver.core.step():
             assert output.seq_id not in ends
             if output.finish_reason is not None:
@@ -207,15 +213,17 @@ def test_any_mix_over_a_small_pool(seed: int) -> None:
         )
     for request in requests:
         driver.core.add(request)
-    for _ in range(3):
-        driver.core.step()
-    ends = run_fake(driver)
+    cancelled = draw.sample(range(24), 6)
+    ends = run_fake(driver, cancelled, after=4)
+    assert ends.keys() == set(range(24))
     for request in requests:
-        pooling = request.sampling.pooling
-        if pooling and request.seq_id in ends:
-            wanted = driver.executor.model.pool(request.prompt_token_ids, pooling, 8)
-            assert ends[request.seq_id].pooled == wanted
-    assert len(ends) >= 20
+        end, pooling = ends[request.seq_id], request.sampling.pooling
+        if end.finish_reason == "cancelled":
+            assert request.seq_id in cancelled
+            assert end.pooled is None
+        elif pooling:
+            assert end.pooled == driver.executor.model.pool(request.prompt_token_ids, pooling, 8)
+    assert "cancelled" in {end.finish_reason for end in ends.values()}
 
 
 def test_numbers_that_are_not_finite_end_the_request_alone() -> None:

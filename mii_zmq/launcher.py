@@ -134,13 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--announce-fd", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--log-path", default=None, help=argparse.SUPPRESS)
     namespace = parser.parse_args(argv)
-    setup_logging("launcher", getattr(namespace, "log_format", None))
     link = ChildLink(namespace.announce_fd)
 
     def report(facts: dict[str, Any]) -> None:
         link.announce(**facts)
 
     try:
+        setup_logging("launcher", getattr(namespace, "log_format", None))
         launch = from_arguments(namespace, LaunchConfig)
         engine = resolve_engine(from_arguments(namespace, EngineConfig), report)
         supervisor = Supervisor(

@@ -68,15 +68,15 @@ def check_http_url(url: str, name: str) -> str:
 
 def log_level() -> str:
     """Raises ConfigError when MII_ZMQ_LOG_LEVEL names none."""
-    level = os.environ.get("MII_ZMQ_LOG_LEVEL", "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
+    level = os.environ.get("MII_ZMQ_LOG_LEVEL", "INFO")
+    if level.upper() not in logging.getLevelNamesMapping():
         raise ConfigError(f"MII_ZMQ_LOG_LEVEL is {level!r}; it must be DEBUG, INFO, WARNING, ERROR or CRITICAL")
-    return level
+    return level.upper()
 
 
 def log_format() -> str:
     """Raises ConfigError when MII_ZMQ_LOG_FORMAT names none."""
-    name = os.environ.get("MII_ZMQ_LOG_FORMAT", "text").lower()
-    if name not in ("text", "json"):
+    name = os.environ.get("MII_ZMQ_LOG_FORMAT", "text")
+    if name.lower() not in ("text", "json"):
         raise ConfigError(f"MII_ZMQ_LOG_FORMAT is {name!r}; it must be text or json")
-    return name
+    return name.lower()

@@ -155,7 +155,7 @@ def test_a_log_level_that_does_not_exist_is_refused_in_words(monkeypatch: pytest
     monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", "debug")
     assert telemetry_config.log_level() == "DEBUG"
     monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", "loud")
-    with pytest.raises(ConfigError, match="MII_ZMQ_LOG_LEVEL is 'LOUD'"):
+    with pytest.raises(ConfigError, match="MII_ZMQ_LOG_LEVEL is 'loud'; it must be DEBUG, INFO"):
         telemetry_config.log_level()
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from mii_zmq.errors import ConfigError
+from mii_zmq.errors import ConfigError, StartupError
 from mii_zmq.logs import MAX_FACT_CHARS, JsonFormatter, about, facts, of_group, setup_logging
+from mii_zmq.process import spawn
 
 
 class Lines(logging.Handler):
@@ -102,6 +103,60 @@ def test_format_is_inherited_and_checked(monkeypatch: pytest.MonkeyPatch, run_di
     ]
     assert "odd" in lines[1]["message"]
     assert "ZeroDivisionError" in lines[2]["exception"]
+
+
+PROGRAMS = (
+    "mii_zmq serve fake:",
+    "mii_zmq chat",
+    "mii_zmq.launcher --model=fake: --deployment=d",
+    "mii_zmq.broker",
+    "mii_zmq.gateway",
+    "mii_zmq.worker --model=fake: --deployment=d",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "program"),
+    [*(("MII_ZMQ_LOG_LEVEL", program) for program in PROGRAMS), ("MII_ZMQ_LOG_FORMAT", "mii_zmq.broker")],
+)
+def test_every_program_refuses_a_level_that_does_not_exist_in_one_line(
+    variable: str, program: str, monkeypatch: pytest.MonkeyPatch, run_directory: Any
+) -> None:
+    monkeypatch.setenv(variable, "loud")
+    command = [sys.executable, "-m", *program.split()]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"{variable} is 'loud'; it must be" in line
+
+
+@pytest.mark.slow
+def test_processes_that_are_started_by_a_program_of_others_refuse_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pipeline()` leaves the logging of the program that calls it alone, so its children are the first to look."""
+    monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", "loud")
+    rank = spawn(
+        "mii_zmq.worker.rank_process", ["--endpoint=ipc://none", "--rank=1", "--memory-fd=0", "--model=fake:"], "rank 1"
+    )
+    try:
+        with pytest.raises(StartupError, match="rank 1: MII_ZMQ_LOG_LEVEL is 'loud'; it must be"):
+            rank.wait_ready(60)
+    finally:
+        rank.kill()
+
+
+@pytest.mark.slow
+def test_the_grammar_process_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xgrammar")
+    monkeypatch.setenv("MII_ZMQ_LOG_LEVEL", "loud")
+    options = [
+        f"--{name}=1" for name in ("channel-fd", "memory-fd", "vocab-size", "timeout-s", "memory-mb", "cache-mb")
+    ]
+    command = [sys.executable, "-m", "mii_zmq.worker.grammar_process", "--tokenizer=fake:", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "MII_ZMQ_LOG_LEVEL is 'loud'; it must be" in done.stderr
 
 
 def test_text_lines_look_as_ever() -> None:

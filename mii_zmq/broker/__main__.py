@@ -33,13 +33,13 @@ def main() -> int:
     ChildLink.add_arguments(parser)
     namespace = parser.parse_args()
     link = ChildLink.from_arguments(namespace)
-    log = logs.setup_logging("broker", getattr(namespace, "log_format", None))
     try:
+        logs.setup_logging("broker", getattr(namespace, "log_format", None))
         uvloop.run(_serve(from_arguments(namespace, BrokerConfig), link))
     except StartupError as error:
         link.announce(error=error.message)
         if not link.has_reader:
-            log.error("%s", error.message)
+            logging.getLogger("mii_zmq").error("%s", error.message)
         return 1
     return 0
 

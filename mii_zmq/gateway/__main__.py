@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser, GatewayConfig)
     ChildLink.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    setup_logging("gateway", getattr(arguments, "log_format", None))
     link = ChildLink.from_arguments(arguments)
     try:
+        setup_logging("gateway", getattr(arguments, "log_format", None))
         config = from_arguments(arguments, GatewayConfig)
         uvloop.run(serve(config, listen(config.host, config.port, share=config.share_port), link))
     except StartupError as error:

@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser, WorkerConfig)
     ChildLink.add_arguments(parser)
     parent = ChildLink()
-    setup_logging("worker")
     try:
+        setup_logging("worker")
         options = parser.parse_args(argv)
         parent = ChildLink.from_arguments(options)
         setup_logging("worker", getattr(options, "log_format", None))

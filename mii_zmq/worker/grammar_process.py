@@ -319,14 +319,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     ChildLink.add_arguments(parser)
     options = parser.parse_args(argv)
-    setup_logging("grammars")
     ChildLink.from_arguments(options)
-    channel = GrammarChannel(socket.socket(fileno=options.channel_fd))
     try:
+        setup_logging("grammars")
+        channel = GrammarChannel(socket.socket(fileno=options.channel_fd))
         table = MaskTable(options.memory_fd, options.vocab_size)
         host = GrammarHost(channel, load_tokenizer(options.tokenizer), options, table)
         channel.send("ready")
         host.run()
+    except MiiError as error:
+        log.error("the grammar process failed: %s", error.message)
+        return 1
     except Exception:
         log.exception("the grammar process failed")
         return 1

@@ -118,12 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser, EngineConfig)
     ChildLink.add_arguments(parser)
     options = parser.parse_args(argv)
-    setup_logging(f"rank {options.rank}")
     parent = ChildLink.from_arguments(options)
-    context: Any = transport.make_context()
-    channel = transport.BlockingSocket(transport.connect_pair(context, options.endpoint))
-    config = from_arguments(options, EngineConfig)
     try:
+        setup_logging(f"rank {options.rank}")
+        context: Any = transport.make_context()
+        channel = transport.BlockingSocket(transport.connect_pair(context, options.endpoint))
+        config = from_arguments(options, EngineConfig)
         serve(config, RankInfo(options.rank, config.tensor_parallel), channel, options.memory_fd, parent)
     except MiiError as error:
         log.error("%s", error.message)

@@ -13,6 +13,7 @@ still ready. Prints what was found, and one JSON line of figures at the end.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -46,6 +47,9 @@ _ANSWERED = re.compile(r'^mii_gateway_http_requests_total\{.*code="(\d+)".*\} ([
 
 def main() -> int:
     options = _options()
+    if importlib.util.find_spec("schemathesis") is None:
+        print("schemathesis is not installed here; install it with: pip install -e '.[fuzz]'", file=sys.stderr)
+        return 2
     seed = options.seed if options.seed is not None else random.SystemRandom().getrandbits(32)
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as temporary:

@@ -49,6 +49,15 @@ def test_findings_are_reported_with_their_operations(fuzz: Any) -> None:
     }
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("schemathesis") is not None, reason="schemathesis is there")
+def test_without_schemathesis_one_line_says_how_to_get_it() -> None:
+    done = subprocess.run([sys.executable, "scripts/fuzz_doors.py"], cwd=SCRIPTS.parent, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install -e '.[fuzz]'" in line
+
+
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason="needs the extra fuzz")
 def test_a_short_run_finds_nothing() -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a request in the broker: accepted, waiting, running on a group, retried, ended. Pure: actions come out.
+"""The life of a request in the broker: accepted, waiting, running on a group, ended. Pure: actions come out.
+
+What becomes of those that their group does not finish is decided in `losses`.
 
 Invariants: an accepted request leaves by exactly one of `finish`, `fail` (or `fail_with`) and `cancel`, which send its
 client, if it is still there, the one terminal message; no group is given more than its `max_requests`; a request that
@@ -9,7 +11,6 @@ is given to another group goes on behind the rows that were forwarded.
 from __future__ import annotations
 
 import heapq
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +29,11 @@ from mii_zmq.broker.records import (
     ToWorker,
 )
 from mii_zmq.broker.routing import estimate_tokens
-from mii_zmq.errors import DeadlineExceeded, MiiError, NoWorkers, PoisonRequest, WorkerLost
-from mii_zmq.protocol import MAX_RAW_BYTES, NO_ID, GenerateHeader, Message, Verb, encode
+from mii_zmq.errors import DeadlineExceeded, MiiError, NoWorkers, WorkerLost
+from mii_zmq.protocol import NO_ID, GenerateHeader, Message, Verb, encode
 from mii_zmq.resume import Delivered
 from mii_zmq.trace_context import parse
 
-MAX_GROUPS = 16
-"""Groups that one request is given to in all, whatever became of them."""
 DEADLINE_GRACE_S = 2.0
 """A worker ends its requests at their deadlines; the broker does it that much later, should the worker not."""
 CANCEL_ANSWER_S = 60.0
@@ -42,7 +41,6 @@ CANCEL_ANSWER_S = 60.0
 MAX_HELD_BYTES = 2**30
 """Headers, bodies and raw frames of unfinished requests, all together."""
 _DEADLINE_TEXT = "the request's deadline passed before it finished"
-log = logging.getLogger(__name__)
 
 KNOWN_REASONS = frozenset(("stop", "length", "cancelled", "error"))
 
@@ -157,11 +155,11 @@ class Requests:
         held_back: list[Request] = []
         while (request := queue.first()) is not None:
             if request.deadline is not None and request.deadline <= now:
-                self._reject(request, DeadlineExceeded(_DEADLINE_TEXT))
+                self.reject(request, DeadlineExceeded(_DEADLINE_TEXT))
                 continue
             if request.crashes >= suspects.MAX_CRASHES_UNTRIED and now - request.suspected_at > suspects.ALONE_WAIT_S:
                 text = "worker groups were lost with this request, and none became free to run it alone"
-                self._reject(request, WorkerLost(text, retry_after_ms=1000))
+                self.reject(request, WorkerLost(text, retry_after_ms=1000))
                 continue
             if admission.is_at_limit(deployment, request, self.limits.tenant_share):
                 queue.park(request)
@@ -227,7 +225,7 @@ class Requests:
         if request.withheld is None:
             self.complete(request, frames)
         else:
-            self._release(request)
+            self.release(request)
             request.state = RequestState.DELIVERING
             request.withheld.terminal = frames
         self.dispatch(request.deployment, now)
@@ -239,10 +237,11 @@ class Requests:
 
     def fail(self, request: Request, error: MiiError, now: float, **overrides: Any) -> None:
         """End a request with an error of the broker's own."""
-        self._reject(request, error, **overrides)
+        self.reject(request, error, **overrides)
         self.dispatch(request.deployment, now)
 
-    def _reject(self, request: Request, error: MiiError, **overrides: Any) -> None:
+    def reject(self, request: Request, error: MiiError, **overrides: Any) -> None:
+        """The same, and the caller dispatches."""
         error.emitted_tokens = credit.num_emitted(request)
         self.fail_with(request, encode(Verb.ERROR, request.request_id, {**error.to_wire(), **overrides}), error.code)
 
@@ -267,7 +266,7 @@ class Requests:
                 self.note(request, "failed", code="client_gone")
                 self._end(request)
             else:
-                self._reject(request, error)
+                self.reject(request, error)
         for group, request_ids in by_group.items():
             self.cancel_at(group, request_ids, now)
         for deployment in touched.values():
@@ -282,63 +281,8 @@ class Requests:
             frames = encode(Verb.CANCEL, NO_ID, {"request_ids": list(request_ids)})
         self.actions.append(ToWorker(group.address, frames))
 
-    def lose(self, requests: Iterable[Request], why: str, now: float, *, crashed: bool) -> None:
-        """They run no more where they ran: they go on elsewhere. The caller dispatches.
-
-        When their group `crashed`, one of them may be why; the one that is found out ends here.
-        """
-        lost = sorted(requests, key=lambda r: r.order)
-        culprits, suspected = suspects.judge(lost, self.limits.max_attempts, now) if crashed else ([], [])
-        for request in culprits:
-            text = f"{self.limits.max_attempts} worker groups died with this request, at last while it ran alone: {why}"
-            self._expel(request, text, now)
-        for request in lost:
-            if request.state is RequestState.FINISHED:
-                continue
-            if request in suspected:
-                text = f"{request.crashes} worker groups in turn died with this request; the last one: {why}"
-                self._release(request)
-                self._reject(request, WorkerLost(text), retryable=False)
-            elif crashed and self.quarantine.holds(request):
-                self._expel(request, "worker groups died of a request like this one", now)
-            else:
-                self.retry(request, why)
-
-    def retry(self, request: Request, why: str, *, counts: bool = True) -> None:
-        """Take a request from its group and queue it again; the caller dispatches.
-
-        `counts` is False when the group merely declined it.
-        """
-        self._release(request)
-        request.attempt += counts
-        if request.next_seq and not self.limits.resume:
-            self._reject(request, WorkerLost(f"{why}, and its output was not kept (--no-resume)", retry_after_ms=100))
-            return
-        num_raw_bytes = 4 * request.delivered.num_tokens
-        if request.attempt >= MAX_GROUPS or num_raw_bytes > MAX_RAW_BYTES:
-            reason = f"after {request.attempt} groups" if num_raw_bytes <= MAX_RAW_BYTES else "its output is too long"
-            self._reject(request, WorkerLost(f"the request is not tried again, {reason}; {why}"), retryable=False)
-            return
-        self.counters.retries += 1
-        self.note(request, "retried", why=why)
-        request.deployment.queue.push(request)
-
-    def _expel(self, request: Request, text: str, now: float) -> None:
-        """End a request that groups die of, and all that are like it."""
-        deployment = request.deployment
-        if not self.quarantine.holds(request):
-            self.quarantine.add(request, now)
-            log.warning("deployment %r: %s", deployment.name, text)
-        self.counters.quarantined += 1
-        self._release(request)
-        self._reject(request, PoisonRequest(text))
-        for other in list(deployment.queue):
-            suspects.clear(other)
-            if self.quarantine.holds(other):
-                self.counters.quarantined += 1
-                self._reject(other, PoisonRequest("worker groups died of a request like this one"))
-
-    def _release(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
+        """Take a request from its group, if it has one; it is in no queue yet."""
         group, request.group = request.group, None
         request.state = RequestState.WAITING
         if group is not None:
@@ -351,7 +295,7 @@ class Requests:
         if request.state is RequestState.WAITING:
             # A request that is being retried is in neither place.
             request.deployment.queue.discard(request)
-        self._release(request)
+        self.release(request)
         request.state = RequestState.FINISHED
         self.note(request, "ended", num_tokens=request.delivered.num_tokens)
         del self.by_id[request.request_id]
@@ -393,7 +337,7 @@ class Requests:
         for request in sorted(deployment.queue, key=lambda r: r.order):
             cls = WorkerLost if request.attempt else NoWorkers
             # Without a dispatch in between, which might end one of those that follow.
-            self._reject(request, cls(text, retry_after_ms=1000))
+            self.reject(request, cls(text, retry_after_ms=1000))
 
     def _expire(self, now: float) -> None:
         deadlines = self._deadlines

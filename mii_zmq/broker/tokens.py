@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mii_zmq.broker.credit import withhold
+from mii_zmq.broker.losses import retry
 from mii_zmq.broker.records import Client, Group, Request
 from mii_zmq.broker.requests import Requests
 from mii_zmq.protocol import Message, TokenDelta, TokenRows, iterate_tokens, token_rows
@@ -67,7 +68,7 @@ def forward_tokens(requests: Requests, group: Group, message: Message, frames: S
             delta for request, delta in zip(taken, deltas, strict=True) if request is None and _is_gap(group, delta)
         ]
         _forward_apart(requests, group, zip(taken, deltas, strict=True), now)
-        _retry(requests, group, gaps, now)
+        _retry_behind_gaps(requests, group, gaps, now)
 
 
 def _is_gap(group: Group, delta: TokenDelta) -> bool:
@@ -99,7 +100,7 @@ def _forward_apart(
             withhold(requests, request, delta, now)
 
 
-def _retry(requests: Requests, group: Group, gaps: Iterable[TokenDelta], now: float) -> None:
+def _retry_behind_gaps(requests: Requests, group: Group, gaps: Iterable[TokenDelta], now: float) -> None:
     """Let requests go on elsewhere of which a row is missing."""
     has_lost = False
     for delta in gaps:
@@ -107,7 +108,7 @@ def _retry(requests: Requests, group: Group, gaps: Iterable[TokenDelta], now: fl
         if request is not None:
             has_lost = True
             requests.cancel_at(group, [request.request_id], now)
-            requests.retry(request, "a part of its output was lost between worker and broker")
+            retry(requests, request, "a part of its output was lost between worker and broker")
     if has_lost:
         requests.dispatch(group.deployment, now)
 

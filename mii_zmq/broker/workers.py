@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from mii_zmq.broker.credit import num_emitted
 from mii_zmq.broker.liveness import Liveness
+from mii_zmq.broker.losses import lose, retry
 from mii_zmq.broker.prefix_resets import PrefixResets
 from mii_zmq.broker.records import Address, Deployment, Group, Request, ToWorker
 from mii_zmq.broker.requests import Requests
@@ -150,7 +151,7 @@ class Workers:
         leftovers = [request_id for request_id in ready.in_flight if request_id not in group.requests]
         if leftovers:
             self._requests.cancel_at(group, leftovers, now)
-        self._requests.lose(lost, "the group's connection broke", now, crashed=False)
+        lose(self._requests, lost, "the group's connection broke", now, crashed=False)
         self._requests.dispatch(group.deployment, now)
 
     def _register(self, address: Address, ready: Ready, now: float) -> Group:
@@ -216,7 +217,7 @@ class Workers:
             )  # fmt: skip
         else:
             log.info("group %r of deployment %r left", group.name, deployment.name)
-        self._requests.lose(list(group.requests.values()), why, now, crashed=crashed)
+        lose(self._requests, list(group.requests.values()), why, now, crashed=crashed)
         self._requests.dispatch(deployment, now)
 
     def _fence(self, address: Address, now: float) -> None:
@@ -284,12 +285,12 @@ class Workers:
         elif error.code == Draining.code:
             # Sent before the group's DRAIN was heard here; nothing of it ran.
             self._drain(group, now)
-            self._requests.retry(request, "it is draining", counts=False)
+            retry(self._requests, request, "it is draining", counts=False)
             self._requests.dispatch(group.deployment, now)
         elif error.code == WorkerLost.code:
             # The group's engine takes nothing; its restart is a new incarnation.
             group.barred[request.request_id] = now
-            self._requests.retry(request, "the group's engine took no requests")
+            retry(self._requests, request, "the group's engine took no requests")
             self._requests.dispatch(group.deployment, now)
         else:
             if request.withheld is not None:

@@ -53,8 +53,8 @@ class Residency:
         """Tokens to compute if the waiting sequence were admitted now; settles the rotary regime that this is under."""
         self._settle_regime(sequence)
         self._extend_hashes(sequence)
-        num_matched = len(self.blocks.match(sequence.block_hashes)) * self._block_size
-        return max(1, len(sequence.token_ids) - num_matched)
+        matched = self.blocks.match(sequence.block_hashes) if sequence.may_borrow else []
+        return max(1, len(sequence.token_ids) - len(matched) * self._block_size)
 
     def admit(self, planned: PlannedStep, sequence: Sequence) -> bool:
         """Give a waiting sequence a slot and the cached part of its table, and set the rest aside. False: no room."""

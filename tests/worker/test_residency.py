@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mii_zmq.errors import InternalError
+from mii_zmq.worker.plan import SamplingSpec
 from mii_zmq.worker.residency import Residency
 from mii_zmq.worker.sequence import PlannedStep, Sequence, make_sequence
 from tests.engine_driver import make_limits, make_request
@@ -38,6 +41,28 @@ def test_the_watermark_does_not_bind_an_empty_engine():
     residency = Residency(LIMITS, "m", True)
     assert admit(residency, PlannedStep(1), make(1, 30))
     assert not residency.has_free_block
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 3),
+        ({"sampling": SamplingSpec(pooling="last"), "max_new_tokens": 0}, 3),
+        ({"sampling": SamplingSpec(pooling="mean"), "max_new_tokens": 0}, 11),
+        ({"sampling": SamplingSpec(pooling="first"), "max_new_tokens": 0}, 11),
+        ({"score_prompt": True}, 11),
+    ],
+)
+def test_what_a_prompt_may_not_borrow_is_expected_to_be_computed(fields: dict[str, Any], expected: int) -> None:
+    limits = make_limits(num_blocks=8, block_size=4, max_sequences=2, hidden_size=8, scores_prompts=True)
+    residency, planned, prompt = Residency(limits, "m", True), PlannedStep(1), list(range(11))
+    first = make_sequence(make_request(1, prompt, 2), limits, 0.0, 1)
+    assert admit(residency, planned, first)
+    residency.grow_chunk(planned, residency.open_chunk(planned, first), 11)
+    second = make_sequence(make_request(2, prompt, **fields), limits, 0.0, 2)
+    assert residency.estimate(second) == expected
+    assert residency.admit(planned, second)
+    assert second.num_uncomputed_tokens == expected
 
 
 def test_slots_run_out():

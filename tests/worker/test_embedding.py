@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +110,13 @@ def test_vectors_are_cut_and_then_scaled() -> None:
     assert shape_vector(vector, 2, True) == pack(0.6, 0.8)
     assert shape_vector(vector, None, True) == pack(3 / 13, 4 / 13, 12 / 13)
     assert shape_vector(bytes(12), None, True) == bytes(12)
+
+
+@pytest.mark.slow
+def test_an_actor_loads_no_numeric_library_before_it_embeds() -> None:
+    code = "import sys, mii_zmq.worker.__main__; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_huge_numbers_do_not_overflow() -> None:

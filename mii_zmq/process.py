@@ -189,7 +189,7 @@ class ChildLink:
     ) -> None:
         self._announce_fd = announce_fd
         if parent_pid is not None:
-            _die_with_parent(parent_pid)
+            die_with_parent(parent_pid)
         if death_fd is not None:
             threading.Thread(target=_exit_at_eof, args=(death_fd,), name="death-pipe", daemon=True).start()
 
@@ -214,7 +214,9 @@ class ChildLink:
                 os.write(self._announce_fd, json.dumps(facts).encode() + b"\n")
 
 
-def _die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel end this process with its parent; at once, if that is gone by now and another one has taken its
+    place."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)

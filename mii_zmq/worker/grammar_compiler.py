@@ -9,7 +9,6 @@ the loaded library and vocabulary already, so that it costs milliseconds.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from collections.abc import Callable
 import xgrammar
 
 from mii_zmq.errors import InvalidRequest, MiiError
+from mii_zmq.process import die_with_parent
 from mii_zmq.worker.grammar_follower import Vocabulary
 from mii_zmq.worker.grammar_schema import check_schema
 
@@ -32,7 +32,6 @@ MAX_COMPILED_BYTES = 2**25
 """In the form in which it is handed over; reading it keeps the grammar process from answering for a while."""
 MIB = 2**20
 _PLACE = re.compile(r"^\[[^\]]*\] \S+:\d+: ")
-_PR_SET_PDEATHSIG = 1
 
 
 def compile_grammar(compiler: xgrammar.GrammarCompiler, kind: str, value: str) -> xgrammar.CompiledGrammar:
@@ -87,12 +86,13 @@ class Compilation:
         self.deadline = clock() + timeout_s
         self._received = bytearray()
         self._fd, write_fd = os.pipe()
+        parent_pid = os.getpid()
         with warnings.catch_warnings():
             # The other thread waits for the end of the parent and holds no lock.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
-            _run_fork(vocabulary, kind, value, write_fd, memory_mb, (*inherited, self._fd))
+            run_fork(parent_pid, vocabulary, kind, value, write_fd, memory_mb, (*inherited, self._fd))
         os.close(write_fd)
         os.set_blocking(self._fd, False)
 
@@ -134,12 +134,18 @@ class Compilation:
         return refusal(self._kind, why)
 
 
-def _run_fork(
-    vocabulary: Vocabulary, kind: str, value: str, write_fd: int, memory_mb: int, inherited: tuple[int, ...]
+def run_fork(
+    parent_pid: int,
+    vocabulary: Vocabulary,
+    kind: str,
+    value: str,
+    write_fd: int,
+    memory_mb: int,
+    inherited: tuple[int, ...],
 ) -> None:
-    """The fork's whole life; never returns."""
+    """The fork's whole life; never returns. Its result goes to `write_fd`; it ends with the process that forked it."""
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent(parent_pid)
         for fd in inherited:
             os.close(fd)
         os.nice(5)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 import select
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import xgrammar
 
 from mii_zmq.errors import InternalError, InvalidRequest, MiiError
 from mii_zmq.tokenizer import FakeTokenizer
-from mii_zmq.worker.grammar_compiler import Compilation, compile_grammar
+from mii_zmq.worker.grammar_compiler import Compilation, compile_grammar, run_fork
 from mii_zmq.worker.grammar_follower import GrammarFollower, Vocabulary
 from mii_zmq.worker.grammar_limits import SequenceLimits
 from mii_zmq.worker.grammar_process import spellings, text_form
@@ -213,6 +215,23 @@ def test_a_fork_compiles_within_its_limits():
     refused = outcome("regex", "(a")
     assert isinstance(refused, InvalidRequest)
     assert refused.param == "structured_output"
+
+
+def test_a_fork_whose_parent_died_before_it_could_say_so_ends_at_once():
+    read_fd, write_fd = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            # Whoever it is told to be its parent is not.
+            run_fork(os.getpid(), vocabulary(), "regex", "a+b", write_fd, 1024, (read_fd,))
+        finally:
+            os._exit(9)
+    os.close(write_fd)
+    with os.fdopen(read_fd, "rb") as answer:
+        assert answer.read() == b""
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 SLOW = "(" + "|".join(f"[a-z]{{1,{length}}}" for length in range(1, 300)) + ")*"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grammar process: `python -m mii_zmq.worker.grammar_process`, started by an engine and ended with it.
 
-Reads the model's tokenizer, compiles grammars (in forks, see `grammar_compiler`), keeps compiled ones within a limit of
-bytes, and follows every running sequence that has one. A plain loop that is never busy for longer than one mask takes.
-In shared memory it notes which sequence it works on, so that the engine knows which one it hangs or dies of.
+Reads the model's tokenizer, compiles grammars (in forks, see `grammar_compiler`), keeps compiled ones
+(`grammar_cache`), and follows every running sequence that has one. A plain loop that is never busy for longer than one
+mask takes. In shared memory it notes which sequence it works on, so that the engine knows which one it hangs or dies
+of.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import signal
 import socket
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from mii_zmq.logs import setup_logging
 from mii_zmq.process import ChildLink
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.worker.compile_queue import CompileQueue
+from mii_zmq.worker.grammar_cache import GrammarCache, Key
 from mii_zmq.worker.grammar_channel import GrammarChannel
 from mii_zmq.worker.grammar_compiler import MIB, Compilation, refusal
 from mii_zmq.worker.grammar_follower import GrammarFollower, Vocabulary
@@ -37,10 +38,6 @@ from mii_zmq.worker.mask_table import NOBODY, MaskTable
 
 MAX_COMPILATIONS = 2
 """At the same time; others wait in line."""
-MAX_REFUSALS = 256
-"""Grammars remembered for not being usable, so that asking again costs nothing."""
-REFUSED_S = 60.0
-"""For which a refusal is remembered: a compilation may have been late for the machine's sake."""
 ANSWERS_AT_ONCE = 16
 """Tokens taken before the engine hears of it: a process that is silent for long counts as hung."""
 SLOW_TOKEN_S = 0.1
@@ -49,8 +46,6 @@ MAX_SLOW_TOKENS = 5
 
 log = logging.getLogger("mii_zmq.worker.grammar")
 
-Key = tuple[str, str]
-"""A grammar's kind and text."""
 _Answer = tuple[int, int, bytes | bool | None]
 TextForm = Literal["json", "text", "marked"]
 
@@ -70,41 +65,6 @@ class _Followed:
     num_slow: int = 0
 
 
-class GrammarCache:
-    """Compiled grammars, the least recently used ones forgotten beyond a number of bytes; refused ones, too."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._grammars: OrderedDict[Key, xgrammar.CompiledGrammar] = OrderedDict()
-        self._refusals: OrderedDict[Key, tuple[MiiError, float]] = OrderedDict()
-        """With the time until which they are remembered."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    def get(self, key: Key) -> xgrammar.CompiledGrammar | MiiError | None:
-        if key in self._grammars:
-            self._grammars.move_to_end(key)
-            return self._grammars[key]
-        error, until = self._refusals.get(key, (None, 0.0))
-        return error if time.monotonic() < until else None
-
-    def add(self, key: Key, grammar: xgrammar.CompiledGrammar) -> None:
-        self._grammars[key] = grammar
-        self._num_bytes += grammar.memory_size_bytes
-        while self._num_bytes > self._max_bytes and len(self._grammars) > 1:
-            _, forgotten = self._grammars.popitem(last=False)
-            self._num_bytes -= forgotten.memory_size_bytes
-
-    def refuse(self, key: Key, error: MiiError) -> None:
-        self._refusals.pop(key, None)
-        self._refusals[key] = (error, time.monotonic() + REFUSED_S)
-        if len(self._refusals) > MAX_REFUSALS:
-            self._refusals.popitem(last=False)
-
-
 class GrammarHost:
     """Answers one engine."""
 
@@ -121,7 +81,7 @@ class GrammarHost:
         self._table = table
         self._spellings = spellings(tokenizer, options.vocab_size, options.eos)
         self._vocabularies: dict[TextForm, Vocabulary] = {}
-        self._cache = GrammarCache(options.cache_mb * MIB)
+        self._cache: GrammarCache[xgrammar.CompiledGrammar] = GrammarCache(options.cache_mb * MIB)
         self._sequences: dict[int, _Followed] = {}
         self._waiting: dict[Key, list[int]] = {}
         """Sequences by the grammar that they wait for."""
@@ -158,7 +118,7 @@ class GrammarHost:
                 self._channel.flush()
         elif kind == "close":
             for seq_id in values[0]:
-                self._sequences.pop(seq_id, None)
+                self._drop(seq_id)
         elif kind == "ping":
             self._channel.send("pong")
 
@@ -181,6 +141,7 @@ class GrammarHost:
         try:
             vocabulary = self._vocabulary(followed.key[0])
             followed.follower = GrammarFollower(found, vocabulary, followed.limits, followed.token_ids)
+            self._cache.use(followed.key)
             answer = self._answer(seq_id, followed, followed.follower)
         except Exception as error:  # noqa: BLE001
             self._fail(seq_id, error)
@@ -263,8 +224,13 @@ class GrammarHost:
         if not isinstance(error, MiiError):
             log.error("following the grammar of sequence %d failed", seq_id, exc_info=error)
             error = InternalError(f"following the request's grammar failed: {type(error).__name__}: {error}")
-        self._sequences.pop(seq_id, None)
+        self._drop(seq_id)
         self._channel.send("failed", seq_id, error.to_wire())
+
+    def _drop(self, seq_id: int) -> None:
+        followed = self._sequences.pop(seq_id, None)
+        if followed is not None and followed.follower is not None:
+            self._cache.release(followed.key)
 
     def _vocabulary(self, kind: str) -> Vocabulary:
         form = text_form(kind)
@@ -313,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--eos", type=int, nargs="*", default=[], help="the model's end-of-sequence ids")
     parser.add_argument("--timeout-s", required=True, type=float, help="limit of one compilation")
     parser.add_argument("--memory-mb", required=True, type=int, help="limit of one compilation")
-    parser.add_argument("--cache-mb", required=True, type=int, help="limit of the compiled grammars that are kept")
+    parser.add_argument("--cache-mb", required=True, type=int, help="of compiled grammars, to be kept")
     parser.add_argument(
         "--slow-token-s", type=float, default=SLOW_TOKEN_S, help="a sequence with some such tokens ends"
     )

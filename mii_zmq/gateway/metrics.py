@@ -87,7 +87,7 @@ class Metrics:
         ):
             by_label = {(deployment,): count for deployment, count in tokens.items()}
             yield counter(f"mii_gateway_{name}_tokens", text, ("deployment",), by_label)
-        yield counter("mii_gateway_slow_readers", "Streams cut because nobody read", (), {(): self.num_slow_readers})
+        yield counter("mii_gateway_slow_readers", "Answers cut because nobody read", (), {(): self.num_slow_readers})
         yield GaugeMetricFamily("mii_gateway_requests_in_flight", "Requests in progress", value=self.num_in_flight)
         labels = ("route", "deployment")
         name = "mii_gateway_time_to_first_token_seconds"

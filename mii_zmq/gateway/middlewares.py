@@ -20,6 +20,7 @@ from aiohttp import web
 
 from mii_zmq.errors import InternalError, MiiError
 from mii_zmq.gateway import access_log, request_span
+from mii_zmq.gateway.delivery import deliver
 from mii_zmq.gateway.http_errors import ForbiddenOrigin, MethodNotAllowed, NotFound, error_response
 from mii_zmq.gateway.request_record import RECORD, RequestRecord
 from mii_zmq.gateway.state import GATEWAY
@@ -95,6 +96,12 @@ async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 @web.middleware
+async def send_whole(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Sends what is no stream, errors included, within the time that a reader has; what follows knows how that went."""
+    return await deliver(request, await handler(request))
+
+
+@web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
@@ -156,4 +163,4 @@ def _authority(origin: str) -> str | None:
         return None
 
 
-MIDDLEWARES = (identify, account, count, answer_errors, refuse_cross_origin)
+MIDDLEWARES = (identify, account, count, send_whole, answer_errors, refuse_cross_origin)

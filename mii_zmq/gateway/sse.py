@@ -3,22 +3,22 @@
 
 The first byte leaves with the first delta, so an error before it is an ordinary HTTP error. Afterwards an error is an
 event and the stream ends there, without what marks a good end at its door. Deltas that arrived together leave in one
-write. A reader that takes nothing within the gateway's write timeout is cut. Knows no door: what an event looks like is
-its `EventFormat`'s business.
+write. A reader that takes nothing is cut (`delivery`). Knows no door: what an event looks like is its `EventFormat`'s
+business.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from aiohttp import web
 
 from mii_zmq.errors import InternalError, MiiError
+from mii_zmq.gateway.delivery import Delivery
 from mii_zmq.gateway.generations import LogprobBudget, batches
 from mii_zmq.gateway.metrics import StreamClock
 from mii_zmq.gateway.state import GATEWAY
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mii_zmq.client import Generation
     from mii_zmq.protocol import FinalBody
 
-UNTIMED_WRITE_BYTES = 16 * 1024
-"""A write of at most this much into an empty buffer cannot block (transports block at 64 KiB): no timer is needed."""
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -38,10 +36,6 @@ HEADERS = {
 
 log = logging.getLogger(__name__)
 encode = msgspec.json.Encoder().encode
-
-
-class ReaderGone(ConnectionError):
-    """The client does not read, or is not there."""
 
 
 class EventFormat(Protocol):
@@ -66,46 +60,6 @@ class EventFormat(Protocol):
         """The stream ends here."""
 
 
-class EventStream:
-    """The response; headers leave with the first event."""
-
-    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
-        self._request = request
-        self._response = web.StreamResponse(headers={**HEADERS, **headers})
-
-    @property
-    def is_started(self) -> bool:
-        return self._response.prepared
-
-    async def send(self, data: bytes) -> None:
-        """Raises ConnectionError when the client is gone or did not read in time."""
-        if not self._response.prepared:
-            await self._response.prepare(self._request)
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
-            raise ReaderGone("the client is gone")
-        if len(data) <= UNTIMED_WRITE_BYTES and transport.get_write_buffer_size() == 0:
-            await self._response.write(data)
-            return
-        await self._in_time(self._response.write(data))
-
-    async def finish(self) -> web.StreamResponse:
-        """Raises as `send`."""
-        await self._in_time(self._response.write_eof())
-        return self._response
-
-    async def _in_time(self, writing: Awaitable[None]) -> None:
-        gateway, transport = self._request.app[GATEWAY], self._request.transport
-        try:
-            async with asyncio.timeout(gateway.write_timeout_s):
-                await writing
-        except TimeoutError:
-            if transport is not None:
-                transport.abort()
-            gateway.metrics.num_slow_readers += 1
-            raise ReaderGone(f"the client has not read enough for {gateway.write_timeout_s:g} s") from None
-
-
 async def respond(
     request: web.Request,
     deployment: str,
@@ -122,7 +76,7 @@ async def respond(
     """
     gateway = request.app[GATEWAY]
     clock.deployment = deployment
-    stream = EventStream(request, headers or {})
+    stream = Delivery(request, web.StreamResponse(headers={**HEADERS, **(headers or {})}))
     try:
         with gateway.abortable():
             finals = await _send_deltas(stream, generations, events, clock)
@@ -143,7 +97,7 @@ async def respond(
 
 
 async def _send_deltas(
-    stream: EventStream, generations: Sequence[Generation], events: EventFormat, clock: StreamClock
+    stream: Delivery, generations: Sequence[Generation], events: EventFormat, clock: StreamClock
 ) -> list[FinalBody]:
     has_begun = [False] * len(generations)
     budget = LogprobBudget()
@@ -171,7 +125,7 @@ async def _send_deltas(
     return [final_of(generation) for generation in generations]
 
 
-async def _fail(stream: EventStream, events: EventFormat, clock: StreamClock, error: MiiError) -> web.StreamResponse:
+async def _fail(stream: Delivery, events: EventFormat, clock: StreamClock, error: MiiError) -> web.StreamResponse:
     if not stream.is_started:
         raise error
     clock.on_error(error.code)

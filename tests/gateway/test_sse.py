@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams on real sockets: first byte, clients that vanish or do not read, errors on the way, the gateway's end."""
+"""Answers on real sockets: first byte, clients that vanish or do not read, errors on the way, the gateway's end."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ DOORS = [
 async def next_event(response: aiohttp.ClientResponse) -> dict[str, object]:
     line = await response.content.readuntil(b"\n\n")
     return json.loads(line.removeprefix(b"data: "))
+
+
+def ask_with_a_small_buffer(address: tuple[str, int], body: object, num_bytes: int = 4096) -> socket.socket:
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_bytes)
+    reader.connect(address)
+    data = json.dumps(body).encode()
+    head = b"POST /mii/fake HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    reader.sendall(head % len(data) + data)
+    return reader
 
 
 @pytest.fixture
@@ -108,12 +118,7 @@ async def test_a_reader_that_does_not_read_is_cut(
     address: tuple[str, int], by_hand: FakeClient, gateway: Gateway, http: aiohttp.ClientSession
 ) -> None:
     gateway.write_timeout_s = 0.1
-    body = json.dumps({"prompts": "a", "stream": True}).encode()
-    head = b"POST /mii/fake HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    with socket.socket() as reader:
-        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.connect(address)
-        reader.sendall(head % len(body) + body)
+    with ask_with_a_small_buffer(address, {"prompts": "a", "stream": True}):
         generation = await by_hand.next_generation()
         pushed = 0
         async with asyncio.timeout(PATIENCE_S):
@@ -132,12 +137,7 @@ async def test_a_reader_that_stops_before_the_last_bytes_is_cut(
     address: tuple[str, int], by_hand: FakeClient, gateway: Gateway
 ) -> None:
     gateway.write_timeout_s = 0.1
-    body = json.dumps({"prompts": "a", "stream": True}).encode()
-    head = b"POST /mii/fake HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    with socket.socket() as reader:
-        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.connect(address)
-        reader.sendall(head % len(body) + body)
+    with ask_with_a_small_buffer(address, {"prompts": "a", "stream": True}):
         generation = await by_hand.next_generation()
         assert gateway.door is not None
         (transport,) = gateway.door.connections
@@ -151,6 +151,48 @@ async def test_a_reader_that_stops_before_the_last_bytes_is_cut(
             generation.finish()
             assert await gateway.drain(PATIENCE_S)
     assert gateway.metrics.num_slow_readers == 1
+
+
+async def test_whoever_does_not_read_a_whole_answer_is_cut(
+    address: tuple[str, int], by_hand: FakeClient, gateway: Gateway
+) -> None:
+    gateway.write_timeout_s = 0.1
+    with ask_with_a_small_buffer(address, {"prompts": "a"}):
+        generation = await by_hand.next_generation()
+        generation.push("x" * 4_000_000)
+        generation.finish()
+        assert gateway.door is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while gateway.door.connections:
+                await asyncio.sleep(0.01)
+    assert gateway.metrics.num_slow_readers == 1
+    assert gateway.metrics.http_requests["/mii/{deployment}", "499"] == 1
+
+
+@pytest.mark.slow
+async def test_whoever_reads_a_whole_answer_slowly_gets_it(
+    address: tuple[str, int], by_hand: FakeClient, gateway: Gateway
+) -> None:
+    """It takes longer than the write timeout, and some of it is always taken within that."""
+    gateway.write_timeout_s = 1.0
+    loop = asyncio.get_running_loop()
+    with ask_with_a_small_buffer(address, {"prompts": "a"}, 65536) as reader:
+        generation = await by_hand.next_generation()
+        generation.push("x" * 2_000_000)
+        generation.finish()
+        reader.setblocking(False)
+        started, received = loop.time(), bytearray()
+        async with asyncio.timeout(PATIENCE_S):
+            while received.count(b"x") < 2_000_000:
+                some = await loop.sock_recv(reader, 65536)
+                assert some
+                received += some
+                await asyncio.sleep(0.05)
+        assert loop.time() - started > gateway.write_timeout_s
+    head, _, body = bytes(received).partition(b"\r\n\r\n")
+    assert b"Content-Length: %d" % len(body) in head
+    assert json.loads(body)[0]["generated_text"] == "x" * 2_000_000
+    assert gateway.metrics.num_slow_readers == 0
 
 
 async def test_draining_refuses_new_requests_and_finishes_running_ones(

@@ -165,18 +165,26 @@ class Link:
     async def ask(self, verb: Verb, header: Any, timeout_s: float) -> Message:
         """Send a question that the broker answers by the same verb.
 
+        For a link that is up. It waits for no broker, as requests do: one that is lost meanwhile is noticed within a
+        heartbeat when its connection closes, and one that just says nothing has `timeout_s`.
+
         Raises:
             BrokerUnavailable: it does not answer in time, or is lost meanwhile.
             MiiError: with which it refuses.
         """
         request_id = protocol.new_request_id()
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._asked[request_id] = future
         try:
             self._socket.send(protocol.encode(verb, request_id, header))
+        except transport.PeerFull:
+            # As with a request: not connected, or a broker that does not read.
+            self._set_down()
+            raise BrokerUnavailable(f"the broker at {self.endpoint} is gone", retry_after_ms=1000) from None
+        self._asked[request_id] = future
+        try:
             async with asyncio.timeout(timeout_s):
                 return await future
-        except (TimeoutError, transport.PeerFull):
+        except TimeoutError:
             raise BrokerUnavailable(f"the broker at {self.endpoint} did not answer in {timeout_s:g} s") from None
         finally:
             self._asked.pop(request_id, None)

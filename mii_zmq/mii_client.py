@@ -187,6 +187,8 @@ class AsyncMIIClient:
         return await _embed(self._client, self._record.deployment, bodies)
 
     async def status(self) -> dict[str, Any]:
+        """As `MIIClient.status`. Waits for a broker that does not answer yet, or any more, as every call here does: the
+        first one connects, and a broker that is restarted is back in a second."""
         await self._client.connect()
         return {**describe(self._record), "broker": await self._client.status()}
 

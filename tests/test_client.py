@@ -15,6 +15,7 @@ import pytest
 
 from mii_zmq import protocol, transport
 from mii_zmq.client import AsyncClient, BackgroundLoop, Generation, fan_out
+from mii_zmq.client_link import Link
 from mii_zmq.errors import (
     BrokerUnavailable,
     Cancelled,
@@ -508,6 +509,30 @@ async def test_status(broker: ScriptedBroker, client: AsyncClient) -> None:
     peer, message = await broker.next(Verb.STATUS)
     broker.send(peer, protocol.encode(Verb.STATUS, message.request_id, body={"uptime_s": 1}))
     assert await asked == {"uptime_s": 1}
+
+
+async def test_asking_where_no_broker_is_fails_at_once() -> None:
+    context = transport.make_context()
+    link = Link(context, unused_endpoint(), "test", set(), 0, lambda: None, lambda generation: False)
+    try:
+        with pytest.raises(BrokerUnavailable, match="is gone"):
+            await link.ask(Verb.STATUS, None, PATIENCE_S)
+    finally:
+        await link.close()
+        transport.close_context(context)
+
+
+async def test_a_question_is_not_waited_for_when_its_broker_is_lost(
+    broker: ScriptedBroker, client: AsyncClient
+) -> None:
+    asked = asyncio.ensure_future(client.status(10 * PATIENCE_S))
+    await broker.next(Verb.STATUS)
+    broker.close()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BrokerUnavailable, match="is gone"):
+            await asked
+        with pytest.raises(BrokerUnavailable, match="no broker answers"):
+            await client.status(10 * PATIENCE_S)
 
 
 def test_background_loop_of_a_parent_process_says_so() -> None:

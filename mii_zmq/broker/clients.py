@@ -14,7 +14,7 @@ from typing import Any
 
 from mii_zmq.broker.admission import check_room
 from mii_zmq.broker.credit import UNLIMITED, grant
-from mii_zmq.broker.liveness import Liveness
+from mii_zmq.broker.liveness import Liveness, without
 from mii_zmq.broker.prefix_resets import PrefixResets
 from mii_zmq.broker.records import Address, Client, Deployment, Note, ToClient
 from mii_zmq.broker.requests import Requests
@@ -147,10 +147,10 @@ class Clients:
             elif not client.requests and now - client.last_seen > IDLE_CLIENT_S:
                 del self.by_address[client.address]
 
-    def forgive(self, now: float) -> None:
+    def forgive(self, stall_s: float, now: float) -> None:
         """The broker itself was stopped; nobody is to blame for silence."""
         for client in self.by_address.values():
-            client.last_seen = now
+            client.last_seen = without(stall_s, client.last_seen, now)
 
     def _give_up(self, client: Client, now: float) -> None:
         """Should it be back one day, DISCONNECT tells it that it has no requests here; it may send them again."""

@@ -2,7 +2,8 @@
 """When a silent peer is asked, and when it counts as dead. Pure: the clock is injected, nothing is sent here.
 
 Any message of a peer counts as a sign of life. A stall of the broker itself (stopped, swapped out) is no peer's
-silence: `was_stalled` tells, and the owners of the peers then count them as heard just now.
+silence: `stall_s` tells, and the owners of the peers leave that time out of account. They do not count them as heard
+just now, since on a machine that stalls again and again nobody would ever count as dead then.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ class Liveness:
     def is_dead(self, last_seen: float, now: float) -> bool:
         return now - last_seen > self.missed * self.interval_s
 
-    def was_stalled(self, now: float) -> bool:
-        """Since the last call the broker itself was stopped for so long that peers may have been unheard."""
+    def stall_s(self, now: float) -> float:
+        """For how long, since the last call, the broker itself was stopped; 0 where peers were hardly unheard."""
         last, self._last_tick = self._last_tick, now
-        return last is not None and now - last > 2 * self.interval_s
+        gap_s = 0.0 if last is None else now - last
+        return gap_s if gap_s > 2 * self.interval_s else 0.0
+
+
+def without(stall_s: float, since: float, now: float) -> float:
+    """The time from which on to count, as though there had been no stall."""
+    return max(since, min(now, since + stall_s))

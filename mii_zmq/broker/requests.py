@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mii_zmq.broker import admission, credit, suspects
+from mii_zmq.broker.liveness import without
 from mii_zmq.broker.records import (
     Action,
     Client,
@@ -134,11 +135,11 @@ class Requests:
         self.dispatch(deployment, now)
         return request
 
-    def forgive(self, now: float) -> None:
+    def forgive(self, stall_s: float, now: float) -> None:
         """The broker itself was stopped; groups that are missing had no chance to come back."""
         for deployment in self.deployments.values():
-            deployment.last_ready = now
-        self.starving = dict.fromkeys(self.starving, now)
+            deployment.last_ready = without(stall_s, deployment.last_ready, now)
+        self.starving = {request: without(stall_s, since, now) for request, since in self.starving.items()}
 
     def note(self, request: Request, event: str, **facts: str | int) -> None:
         if request.trace is not None:

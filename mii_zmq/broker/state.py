@@ -93,10 +93,11 @@ class BrokerState:
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed; to be called several times per heartbeat interval."""
-        if self.liveness.was_stalled(now):
-            self.clients.forgive(now)
-            self.workers.forgive(now)
-            self.requests.forgive(now)
+        stall_s = self.liveness.stall_s(now)
+        if stall_s:
+            self.clients.forgive(stall_s, now)
+            self.workers.forgive(stall_s, now)
+            self.requests.forgive(stall_s, now)
         self.workers.tick(now)
         self.clients.tick(now)
         self.requests.tick(now, now - self._last_tick)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from mii_zmq.broker.credit import num_emitted
-from mii_zmq.broker.liveness import Liveness
+from mii_zmq.broker.liveness import Liveness, without
 from mii_zmq.broker.losses import lose, retry
 from mii_zmq.broker.prefix_resets import PrefixResets
 from mii_zmq.broker.records import Address, Deployment, Group, Request, ToWorker
@@ -109,10 +109,10 @@ class Workers:
         for address in [a for a, since in self._fenced.items() if now - since > FENCE_INTERVAL_S]:
             del self._fenced[address]
 
-    def forgive(self, now: float) -> None:
+    def forgive(self, stall_s: float, now: float) -> None:
         """The broker itself was stopped; nobody is to blame for silence."""
         for group in self.by_address.values():
-            group.last_seen = now
+            group.last_seen = without(stall_s, group.last_seen, now)
 
     def disconnect_all(self, reason: str) -> None:
         for address in self.by_address:

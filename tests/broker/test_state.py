@@ -513,6 +513,23 @@ class TestClients:
         assert bench.state.num_unfinished == 1
         assert bench.state.workers.by_address
 
+    def test_stalls_again_and_again_keep_nobody_alive(self) -> None:
+        bench = bench_with("v", "w", group_wait_s=5.0)
+        bench.hello("c")
+        bench.hello("d")
+        bench.generate("c", 1)
+        bench.generate("d", 2)
+        for _ in range(20):
+            bench.now += 1.5
+            bench.advance(0.3, heartbeats=("v",), clients=("d",))
+        assert bench.state.clients.by_address.keys() == {(b"d",)}
+        assert [group.name for group in bench.state.workers.by_address.values()] == ["v"]
+        for _ in range(60):
+            bench.now += 1.5
+            bench.advance(0.3, clients=("d",))
+        assert not bench.state.workers.by_address
+        assert bench.error("d")["code"] == "worker_lost"
+
     def test_status(self) -> None:
         bench = bench_with("w")
         bench.heartbeat("w", outstanding_tokens=7, running=1)

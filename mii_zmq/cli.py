@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -344,16 +345,18 @@ def _show_status(record: DeploymentRecord, status: dict[str, Any]) -> str:
     ]
     if record.log_path:
         lines.append(f"  log     {record.log_path}")
-    lines.append(f"  broker  {json.dumps(_without_histograms(status['broker']), default=_plain)}")
+    lines += [f"  {line}".rstrip() for line in _show_broker(status["broker"])]
     return "\n".join(lines)
 
 
-def _without_histograms(value: Any) -> Any:
+def _show_broker(status: dict[str, Any]) -> list[str]:
     """For people; `--json` has everything."""
-    if isinstance(value, dict):
-        hidden = ("histograms", "queue_time")
-        return {key: _without_histograms(item) for key, item in value.items() if key not in hidden}
-    return [_without_histograms(item) for item in value] if isinstance(value, list) else value
+    from mii_zmq.top_frame import Counters, clip, describe_broker
+
+    width = shutil.get_terminal_size((120, 1)).columns - 2
+    if "error" in status:
+        return [clip(f"broker  {status['error']}", width)]
+    return [clip(line.text, width) for line in describe_broker(status, Counters(), width)]
 
 
 def _plain(value: Any) -> str:

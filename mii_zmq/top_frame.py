@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One frame of `mii_zmq top` as lines of text, out of the broker's STATUS bodies. Pure: no terminal, no clock.
+"""A broker's STATUS body as lines of text, for `mii_zmq top` and `mii_zmq status`. Pure: no terminal, no clock.
 
 Names in a status were chosen by whoever started a deployment or a worker, so control characters in them never reach
 the terminal. Every line fits the width that is asked for; columns that do not fit are left out, from the right.
@@ -69,16 +69,22 @@ def render(
     status: Mapping[str, Any], counters: Counters, *, source: str, width: int, height: int | None = None
 ) -> list[Line]:
     """The frame: at most `width` columns, and `height` lines if it is given (the last one says what was left out)."""
-    lines = [*_summary(status, counters, source, width), Line("")]
+    lines = [Line(f"mii_zmq top - {source}", "title"), *describe_broker(status, counters, width)]
+    if height is not None and len(lines) > height:
+        num_hidden = len(lines) - height + 1
+        lines = [*lines[: height - 1], Line(f"... {num_hidden} more lines; the window is too low", "head")]
+    return [Line(clip(line.text, width), line.style) for line in lines]
+
+
+def describe_broker(status: Mapping[str, Any], counters: Counters, width: int) -> list[Line]:
+    """Its totals, and a table of groups for each deployment."""
+    lines = [*_summary(status, counters, width), Line("")]
     deployments = _deployments(status)
     if not deployments:
         lines.append(Line("no worker group has registered with the broker yet", "warn"))
     for name, deployment in deployments:
         lines += _deployment(name, deployment, counters, width)
-    if height is not None and len(lines) > height:
-        num_hidden = len(lines) - height + 1
-        lines = [*lines[: height - 1], Line(f"... {num_hidden} more lines; the window is too low", "head")]
-    return [Line(clip(line.text, width), line.style) for line in lines]
+    return lines
 
 
 def clip(text: str, width: int) -> str:
@@ -93,13 +99,12 @@ def clip(text: str, width: int) -> str:
     return "".join(kept)
 
 
-def _summary(status: Mapping[str, Any], counters: Counters, source: str, width: int) -> Iterator[Line]:
+def _summary(status: Mapping[str, Any], counters: Counters, width: int) -> Iterator[Line]:
     groups = [(name, group) for name, deployment in _deployments(status) for group in _groups(deployment)]
     loads = [_load(group) for _, group in groups]
     rates = [rate for name, group in groups if (rate := counters.tokens_per_s(name, group)) is not None]
     cached, computed = _sum(loads, "cached_tokens"), _sum(loads, "prompt_tokens")
     hits = f"{100 * cached / (cached + computed):.0f} %" if cached + computed else UNKNOWN
-    yield Line(f"mii_zmq top - {source}", "title")
     if status.get("is_draining"):
         yield Line("the broker is shutting down", "warn")
     waiting = _sum([deployment for _, deployment in _deployments(status)], "num_waiting") + _sum(loads, "waiting")

@@ -104,7 +104,9 @@ def test_a_served_model_from_all_sides() -> None:
         status = json.loads(run("status", "--json", "org/model").stdout)
         assert set(status["processes"]) == {"supervisor", "broker", "gateway", "worker 1", "worker 2"}
         assert len(status["broker"]["deployments"]["org/model"]["groups"]) == 2
-        assert "org/model: fake:" in run("status").stdout
+        shown = run("status").stdout
+        assert "org/model: fake:" in shown
+        assert len(re.findall(r"^    \S+ +ready ", shown, re.MULTILINE)) == 2
         assert "org/model: ready" in run("top", "--once", "--interval", "0.1", "org/model").stdout
 
 

@@ -231,7 +231,10 @@ def _check_lengths(params: SamplingParams) -> None:
     least = 0 if params.prompt_logprobs is not None or params.return_full_text else 1
     for name, lowest in (("max_length", 1), ("max_new_tokens", least)):
         value = getattr(params, name)
-        _require(value is None or lowest <= value <= MAX_TOKENS, name, value, f"{lowest} to {MAX_TOKENS}")
+        allowed = f"{lowest} to {MAX_TOKENS}"
+        if name == "max_new_tokens" and value == 0:
+            allowed += "; 0 where prompt_logprobs or the prompt itself (echo, return_full_text) is asked for"
+        _require(value is None or lowest <= value <= MAX_TOKENS, name, value, allowed)
     _require(0 <= params.min_new_tokens <= MAX_TOKENS, "min_new_tokens", params.min_new_tokens, f"0 to {MAX_TOKENS}")
     if params.max_new_tokens is not None:
         _require(

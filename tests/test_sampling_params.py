@@ -69,6 +69,16 @@ def test_an_unknown_field_gets_the_nearest_known_one() -> None:
         SamplingParams.from_mapping({"max_new_token": 5})
 
 
+def test_no_output_at_all_is_refused_with_a_word_on_where_it_is_not() -> None:
+    with pytest.raises(
+        InvalidRequest, match="^max_new_tokens is 0, allowed: 1 to 2147483647; 0 where prompt_logprobs or"
+    ):
+        SamplingParams.from_mapping({"max_new_tokens": 0})
+    with pytest.raises(InvalidRequest, match="^max_new_tokens is -1, allowed: 1 to 2147483647$"):
+        SamplingParams.from_mapping({"max_new_tokens": -1})
+    assert SamplingParams.from_mapping({"max_new_tokens": 0, "prompt_logprobs": 0}).max_new_tokens == 0
+
+
 def test_a_huge_value_is_not_repeated_in_full() -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams.from_mapping({"x" * 100_000: 1})

@@ -29,6 +29,8 @@ _split = msgspec.json.Decoder(Fields)
 _BYTE = re.compile(r"\(byte (\d+)\)")
 _NESTING = re.compile(rb'"([^"\\]{1,80})":((?:[\[{\s]|"[^"\\]{0,80}":)*+)')
 """A key and all that opens behind it, taken whole and never given back, so that time is linear in the body's length."""
+_HALF_AT_END = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}.{0,6}\Z", re.DOTALL)
+"""The first half of a surrogate pair with no room behind it for the second one."""
 MAX_OPENED = 500
 
 
@@ -113,6 +115,10 @@ def _malformed(body: bytes, reason: str) -> InvalidRequest:
     at = int(found.group(1)) if found else len(body)
     if body[at : at + 3] in (b"NaN", b"Inf", b"-In"):
         reason = f"NaN and infinity do not exist in JSON (byte {at})"
+    half = _HALF_AT_END.search(body) if found is None else None
+    if half is not None:
+        # The parser looked for the other half behind the body's end.
+        at, reason = half.start(), "surrogate"
     if "escape" in reason or "surrogate" in reason:
         reason = f"a broken escape or a lone surrogate (byte {at})"
     end = body.rfind(b'":', 0, at)

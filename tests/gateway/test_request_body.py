@@ -45,6 +45,21 @@ def test_any_json_object(fields: dict[str, Any]) -> None:
     parse_all(json.dumps(defaults | fields).encode("utf-8", "surrogatepass"))
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"prompt": "\\ud800"}', "at or behind prompt: a broken escape or a lone surrogate (byte 12)"),
+        (b'{"prompt": "a\\ud800", "model": "m"}', "at or behind prompt: a broken escape or a lone surrogate (byte"),
+        (b'{"prompt": "a', "Input data was truncated"),
+        (b'{"prompt": NaN}', "at or behind prompt: NaN and infinity do not exist in JSON (byte 11)"),
+    ],
+)
+def test_what_is_no_json_is_said_with_its_place(body: bytes, reason: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        split_fields(body)
+    assert reason in caught.value.message
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=40) | st.text(alphabet='{}[]":,\\ud8a0-1eNI ', max_size=40).map(str.encode))
 def test_any_bytes(body: bytes) -> None:

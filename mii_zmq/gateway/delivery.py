@@ -62,7 +62,7 @@ class Delivery:
         except TimeoutError:
             if transport is not None:
                 transport.abort()
-            gateway.metrics.num_slow_readers += 1
+            gateway.metrics.count_slow_reader()
             raise ReaderGone(f"the client has not read enough for {gateway.write_timeout_s:g} s") from None
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The listening socket and the connections made through it: how long a header may take, and how the door is closed.
+"""The listening socket and the connections made through it: how long a header may take to come, and the rest of an
+answer to be read; and how the door is closed.
 
 Knows HTTP only as far as that: aiohttp's handler does the rest, behind a protocol object that passes everything on.
-A header that is not complete in time (nobody sends one that slowly by mistake) ends the connection. Closing first takes
+A header that is not complete in time (nobody sends one that slowly by mistake) ends the connection, as does the rest of
+an answer, written into this process's buffer already, of which nothing is taken for a while. Closing first takes
 in the connections that the kernel has made already, since those would be reset otherwise.
 """
 
@@ -23,8 +25,17 @@ HEADER_TIMEOUT_S = 20.0
 class Door:
     """Belongs to one event loop. `make_handler` gives one aiohttp handler per connection."""
 
-    def __init__(self, listener: socket.socket, make_handler: Callable[[], web.RequestHandler]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_handler: Callable[[], web.RequestHandler],
+        *,
+        on_unread: Callable[[], None],
+        unread_timeout_s: float,
+    ) -> None:
+        """`on_unread` hears of connections that are cut since nothing of the rest of an answer was read for so long."""
         self.header_timeout_s = HEADER_TIMEOUT_S
+        self.unread_timeout_s, self.on_unread = unread_timeout_s, on_unread
         self.num_late_headers = 0
         self.connections: dict[asyncio.BaseTransport, Connection] = {}
         self._listener = listener
@@ -73,6 +84,7 @@ class Door:
         finally:
             connection.is_serving = False
             connection.is_idle = True
+            connection.expect_reading()
 
     def _make_connection(self) -> Connection:
         return Connection(self, self._make_handler())
@@ -89,6 +101,7 @@ class Connection(asyncio.Protocol):
         self.handler = handler
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def header_is_complete(self) -> None:
         self.is_serving = True
@@ -97,6 +110,13 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def expect_reading(self) -> None:
+        """An answer has been written; what is left of it is watched until the client has taken it."""
+        num_unread = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        if num_unread and self._unread_timer is None:
+            loop = asyncio.get_running_loop()
+            self._unread_timer = loop.call_later(self._door.unread_timeout_s, self._on_unread, num_unread)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -115,8 +135,9 @@ class Connection(asyncio.Protocol):
         self.handler.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._unread_timer):
+            if timer is not None:
+                timer.cancel()
         if self._transport is not None:
             self._door.connections.pop(self._transport, None)
         self.handler.connection_lost(exc)
@@ -134,4 +155,15 @@ class Connection(asyncio.Protocol):
         self._timer = None
         self._door.num_late_headers += 1
         if self._transport is not None:
+            self._transport.abort()
+
+    def _on_unread(self, num_before: int) -> None:
+        self._unread_timer = None
+        # While the next answer is written, whoever writes it watches.
+        if self._transport is None or self.is_serving:
+            return
+        if self._transport.get_write_buffer_size() < num_before:
+            self.expect_reading()
+        else:
+            self._door.on_unread()
             self._transport.abort()

@@ -63,6 +63,9 @@ class Metrics:
         _observe(self.prompt_sizes, (deployment,), NUM_TOKENS, prompt)
         _observe(self.output_sizes, (deployment,), NUM_TOKENS, generated)
 
+    def count_slow_reader(self) -> None:
+        self.num_slow_readers += 1
+
     def render(self, status: BrokerStatus | None, client_is_connected: bool, own: Mapping[str, float]) -> bytes:
         """The Prometheus text page; `status` is None while no broker answers, `own` are gauges of this process."""
         registry = CollectorRegistry(auto_describe=False)

@@ -169,6 +169,27 @@ async def test_whoever_does_not_read_a_whole_answer_is_cut(
     assert gateway.metrics.http_requests["/mii/{deployment}", "499"] == 1
 
 
+async def test_whoever_leaves_the_rest_of_an_answer_is_cut(
+    address: tuple[str, int], by_hand: FakeClient, gateway: Gateway
+) -> None:
+    """The rest fits into the buffer of the connection, so that writing it has ended."""
+    assert gateway.door is not None
+    gateway.door.unread_timeout_s = 0.1
+    with ask_with_a_small_buffer(address, {"prompts": "a"}) as reader:
+        generation = await by_hand.next_generation()
+        ((transport, connection),) = gateway.door.connections.items()
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        generation.push("x" * 60_000)
+        generation.finish()
+        async with asyncio.timeout(PATIENCE_S):
+            while gateway.door.connections:
+                await asyncio.sleep(0.01)
+        assert connection.is_idle
+        assert len(b"".join(iter(lambda: reader.recv(4096), b""))) < 60_000
+    assert gateway.metrics.http_requests["/mii/{deployment}", "200"] == 1
+    assert gateway.metrics.num_slow_readers == 1
+
+
 @pytest.mark.slow
 async def test_whoever_reads_a_whole_answer_slowly_gets_it(
     address: tuple[str, int], by_hand: FakeClient, gateway: Gateway

@@ -20,7 +20,7 @@ from typing import Any
 
 from mii_zmq import config_reference
 from mii_zmq.bench_command import add_bench as _add_bench
-from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments, parse_arguments
 from mii_zmq.config import EngineConfig, LaunchConfig
 from mii_zmq.config_reference import read_settings
 from mii_zmq.errors import MiiError, ServiceError
@@ -55,7 +55,7 @@ DESCRIPTION = f"""Serve language models: ZeroMQ between the processes, HTTP and 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = parse_arguments(_parser(), argv)
     try:
         code: int = options.run(options)
         return code
@@ -104,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout-s", type=float, default=60.0, metavar="S", help="seconds that running requests get (default: 60)"
     )
     stop.set_defaults(run=_stop)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
 
 

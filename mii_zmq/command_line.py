@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +23,23 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, .
     for f in settings_of(cls):
         if f.name not in skip:
             _add_argument(parser, f, hints[f.name])
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """As `parse_args`, but what is not understood is named with the nearest option that is.
+
+    A parser of commands sets `parser`, its own one, among the defaults of each.
+    """
+    namespace, rest = parser.parse_known_args(argv)
+    if rest:
+        command: argparse.ArgumentParser = getattr(namespace, "parser", parser)
+        known = re.findall(r"--[\w-]+", command.format_help()) if rest[0].startswith("-") else []
+        near = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; see `{command.prog} --help`"
+        # Dozens of options would hide the line that matters.
+        command.usage = argparse.SUPPRESS
+        command.error(f"unknown argument {rest[0]!r}{hint}")
+    return namespace
 
 
 def from_arguments(namespace: argparse.Namespace, cls: type[T], **extra: Any) -> T:

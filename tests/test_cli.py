@@ -77,6 +77,13 @@ def test_errors_are_one_line_and_a_code(arguments: list[str], error: str, capsys
     assert not any("Traceback" in line for line in printed)
 
 
+def test_an_option_of_a_command_is_found_among_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", "fake:", "--potr", "1"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "python -m mii_zmq serve: error: unknown argument '--potr'; did you mean --port?"
+
+
 def test_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status"]) == 0
     assert "no deployment runs on this host" in capsys.readouterr().out

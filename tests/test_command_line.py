@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mii_zmq.command_line import add_arguments, from_arguments, to_arguments
+from mii_zmq.command_line import add_arguments, from_arguments, parse_arguments, to_arguments
 from mii_zmq.config import BrokerConfig, EngineConfig, GatewayConfig, LaunchConfig, WorkerConfig
 
 
@@ -34,6 +34,24 @@ def test_a_command_line_carries_a_config_unchanged(config_object: Any) -> None:
 
 def test_defaults_stay_off_the_command_line() -> None:
     assert to_arguments(EngineConfig(model="m")) == ["--model=m"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("--client-endpont=x", "unknown argument '--client-endpont=x'; did you mean --client-endpoint?"),
+        ("endpoint", "unknown argument 'endpoint'; see `broker --help`"),
+    ],
+)
+def test_what_is_not_understood_is_named_with_the_nearest_option(
+    argument: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser(prog="broker")
+    add_arguments(parser, BrokerConfig)
+    assert parse_arguments(parser, ["--insecure"]).insecure
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(parser, ["--insecure", argument])
+    assert capsys.readouterr().err == f"broker: error: {said}\n"
 
 
 def test_a_required_option_is_missed() -> None:

@@ -18,7 +18,7 @@ import uvloop
 
 from mii_zmq import logs, transport
 from mii_zmq.broker.broker import Broker
-from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments, parse_arguments
 from mii_zmq.config import BrokerConfig
 from mii_zmq.errors import StartupError
 from mii_zmq.process import ChildLink
@@ -31,7 +31,7 @@ def main() -> int:
     )
     add_arguments(parser, BrokerConfig)
     ChildLink.add_arguments(parser)
-    namespace = parser.parse_args()
+    namespace = parse_arguments(parser)
     link = ChildLink.from_arguments(namespace)
     try:
         logs.setup_logging("broker", getattr(namespace, "log_format", None))

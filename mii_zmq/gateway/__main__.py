@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import uvloop
 
 from mii_zmq.client import AsyncClient
-from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments, parse_arguments
 from mii_zmq.config import GatewayConfig
 from mii_zmq.errors import BrokerUnavailable, StartupError
 from mii_zmq.gateway.app import listen, make_app, make_runner, open_door
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mii_zmq.gateway", description="HTTP gateway of mii_zmq.")
     add_arguments(parser, GatewayConfig)
     ChildLink.add_arguments(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(parser, argv)
     link = ChildLink.from_arguments(arguments)
     try:
         setup_logging("gateway", getattr(arguments, "log_format", None))

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import uvloop
 
-from mii_zmq.command_line import add_arguments, from_arguments
+from mii_zmq.command_line import add_arguments, from_arguments, parse_arguments
 from mii_zmq.config import EngineConfig, WorkerConfig
 from mii_zmq.errors import ConfigError, StartupError
 from mii_zmq.logs import setup_logging
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent = ChildLink()
     try:
         setup_logging("worker")
-        options = parser.parse_args(argv)
+        options = parse_arguments(parser, argv)
         parent = ChildLink.from_arguments(options)
         setup_logging("worker", getattr(options, "log_format", None))
         engine_config = from_arguments(options, EngineConfig)

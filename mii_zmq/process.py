@@ -156,6 +156,16 @@ def describe_exit(child: Child) -> str:
     return f"ended with exit code {code}"
 
 
+def processor_ticks(pid: int) -> int | None:
+    """Hundredths of a second of processor time that a process has used; None where that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 @contextlib.contextmanager
 def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """The handler takes the supervisor's signals meanwhile; for the main thread."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from mii_zmq.config import EngineConfig
 from mii_zmq.errors import InternalError, MiiError, ProtocolError, ServiceError, from_wire
-from mii_zmq.process import Child, describe_exit, spawn
+from mii_zmq.process import Child, describe_exit, processor_ticks, spawn
 from mii_zmq.worker.core import MaskEvent
 from mii_zmq.worker.grammar_channel import GrammarChannel, socket_pair
 from mii_zmq.worker.grammar_limits import SequenceLimits
@@ -28,6 +28,10 @@ from mii_zmq.worker.plan import EngineLimits, SequenceRequest
 
 MODULE = "mii_zmq.worker.grammar_process"
 START_TIMEOUT_S = 120.0
+"""Until it is ready, whether somebody waits for it or not."""
+STALLED_S = 15.0
+"""Without any processor time while it starts. Importing the library takes seconds, on a busy machine a minute, but even
+there every process gets its hundredths of a second."""
 HANG_S = 10.0
 """Without a word from a process that was asked something."""
 PING_S = 1.0
@@ -70,6 +74,10 @@ class GrammarProcessService:
         self._free_rows: list[int] = []
         self._is_ready = False
         self._silent_s = self._watched_at = self._pinged_at = 0.0
+        self._start_s = 0.0
+        """For which it has been starting."""
+        self._start_ticks: int | None = None
+        """Processor time of a start when it was looked at last."""
         self._num_starts = 0
         """Since the last mask."""
         self._advances: list[tuple[int, int]] = []
@@ -144,13 +152,20 @@ class GrammarProcessService:
             except OSError as error:
                 self._lose(f"cannot be started: {error}", is_hung=False)
                 return
-        self._silent_s, self._watched_at = 0.0, self._clock()
+        self._silent_s = self._start_s = 0.0
+        self._watched_at = self._pinged_at = self._clock()
+        self._start_ticks = None
         self._advances.clear()
         self._closes.clear()
         self._free_rows = list(range(self._max_rows - 1, -1, -1))
-        for opened in self._open.values():
+        for seq_id, opened in list(self._open.items()):
             opened.is_asked = True
-            self._send_open(opened)
+            try:
+                self._send_open(opened)
+            except Exception as error:
+                log.exception("the grammar process cannot be told of sequence %d; it ends", seq_id)
+                reason = f"the grammar process cannot be told of this request: {type(error).__name__}"
+                self._fail(seq_id, InternalError(f"structured_output: {reason}"))
 
     def _send_open(self, opened: _Open) -> None:
         request = opened.request
@@ -197,21 +212,39 @@ class GrammarProcessService:
         return self._table.read(opened.row)
 
     def _watch(self, channel: GrammarChannel) -> None:
-        """See that the process lives and answers; time counts only while something is asked of it, and hardly where the
-        engine did not look for long."""
+        """See that the process lives and answers; time counts only while it starts or something is asked of it, and
+        hardly where the engine did not look for long."""
         now = self._clock()
         elapsed_s, self._watched_at = min(now - self._watched_at, PING_S), now
+        is_time = now - self._pinged_at > PING_S
+        if is_time:
+            self._pinged_at = now
         if channel.is_closed:
             self._lose("has ended", is_hung=False)
+        elif not self._is_ready:
+            self._watch_start(elapsed_s, is_time)
         elif not any(opened.is_asked for opened in self._open.values()):
             self._silent_s = 0.0
-            return
+        else:
+            self._silent_s += elapsed_s
+            if self._silent_s > self._hang_s:
+                self._lose(f"has not answered for {self._silent_s:.0f} s", is_hung=True)
+            elif is_time:
+                channel.send("ping")
+
+    def _watch_start(self, elapsed_s: float, is_time: bool) -> None:
+        """A start counts whether somebody waits or not: who comes next would wait for it, too."""
+        assert self._child is not None
+        self._start_s += elapsed_s
         self._silent_s += elapsed_s
-        if self._silent_s > (self._hang_s if self._is_ready else START_TIMEOUT_S):
-            self._lose(f"has not answered for {self._silent_s:.0f} s", is_hung=True)
-        elif now - self._pinged_at > PING_S:
-            self._pinged_at = now
-            channel.send("ping")
+        if is_time:
+            ticks = processor_ticks(self._child.pid)
+            if ticks is None or ticks != self._start_ticks:
+                self._start_ticks, self._silent_s = ticks, 0.0
+        if self._silent_s > STALLED_S:
+            self._lose(f"has done nothing for {self._silent_s:.0f} s of its start", is_hung=True)
+        elif self._start_s > START_TIMEOUT_S:
+            self._lose(f"is not ready after {self._start_s:.0f} s", is_hung=True)
 
     def _lose(self, what: str, *, is_hung: bool) -> None:
         """End what is left of the process; start another one for those who can go on."""

@@ -2,7 +2,7 @@
 """Stands in for the grammar process where it has to hang or die: grammars of kind 'regex' are orders for that.
 
 Every mask allows everything. A grammar's text is what to do and at how many output tokens: `hang@2`, `die@0`; anything
-else goes well. Started as the real process is.
+else goes well. Starts may be told to hang, too. Started as the real process is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from mii_zmq.process import ChildLink
 from mii_zmq.worker.grammar_channel import GrammarChannel
@@ -25,11 +26,18 @@ def main() -> None:
     parser.add_argument("--memory-fd", type=int)
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--die-at-once", action="store_true")
+    parser.add_argument("--hang-once", help="the first start hangs, and makes this file")
+    parser.add_argument("--spin", action="store_true", help="starting takes for ever")
     ChildLink.add_arguments(parser)
     options = parser.parse_args()
     ChildLink.from_arguments(options)
     if options.die_at_once:
         sys.exit(3)
+    while options.spin:
+        pass
+    if options.hang_once is not None and not Path(options.hang_once).exists():
+        Path(options.hang_once).touch()
+        signal.pause()
     channel = GrammarChannel(socket.socket(fileno=options.channel_fd))
     table = MaskTable(options.memory_fd, options.vocab_size)
     sequences: dict[int, tuple[str, int]] = {}

@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +16,18 @@ import pytest
 
 from mii_zmq.config import EngineConfig
 from mii_zmq.errors import InternalError, InvalidRequest, ServiceError
+from mii_zmq.process import processor_ticks
 from mii_zmq.worker.core import MaskEvent
 from mii_zmq.worker.fake_model import EOS_TOKEN_ID, VOCAB_SIZE
-from mii_zmq.worker.grammar_service import GrammarProcessService, has_library, make_grammar_service
+from mii_zmq.worker.grammar_service import (
+    STALLED_S,
+    START_TIMEOUT_S,
+    GrammarProcessService,
+    has_library,
+    make_grammar_service,
+)
 from mii_zmq.worker.plan import EngineLimits, SamplingSpec, SequenceRequest
+from tests.engine_driver import Clock
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +43,13 @@ def request(seq_id: int, text: str, kind: str = "regex", **fields: object) -> Se
 
 
 @contextlib.contextmanager
-def running(*arguments: str, module: str = "tests.worker.stub_grammars", hang_s: float = 60.0) -> Iterator[Follower]:
-    service = GrammarProcessService(VOCAB_SIZE, arguments, module=module, hang_s=hang_s, max_rows=3)
+def running(
+    *arguments: str,
+    module: str = "tests.worker.stub_grammars",
+    hang_s: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Follower]:
+    service = GrammarProcessService(VOCAB_SIZE, arguments, module=module, hang_s=hang_s, max_rows=3, clock=clock)
     try:
         yield Follower(service)
     finally:
@@ -238,6 +251,73 @@ def test_a_process_that_cannot_be_had_ends_sequences_with_an_error_to_retry():
         follower.service.open(request(3, "a"))
         (event,) = follower.next()
         assert isinstance(event.error, ServiceError)
+
+
+def until_it_is_given_up(service: GrammarProcessService, clock: Clock) -> float:
+    """Seconds until the process that runs now does no more, nobody doing anything but polling."""
+    started, before = clock.now, service.pid
+    assert before is not None
+    while service.pid == before:
+        assert clock.now - started < 1000
+        clock.now += 1.0
+        assert service.poll() == []
+    return clock.now - started
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_start_that_hangs_is_given_up_whether_somebody_waits_or_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_awaited: bool
+) -> None:
+    clock, mark = Clock(), tmp_path / "hangs"
+    with running(f"--hang-once={mark}", clock=clock) as follower:
+        service = follower.service
+        service.open(request(1, "fine"))
+        deadline = time.monotonic() + PATIENCE_S
+        while not mark.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if not is_awaited:
+            service.close(1)
+        assert until_it_is_given_up(service, clock) < 2 * STALLED_S
+        assert "the grammar process has done nothing for" in caplog.text
+        assert (service.pid is not None) == is_awaited
+        if not is_awaited:
+            service.open(request(2, "fine"))
+        (event,) = follower.next()
+        assert event.mask is not None
+
+
+def test_a_start_that_goes_on_has_more_time(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    with running("--spin", clock=clock) as follower:
+        service = follower.service
+        service.open(request(1, "fine"))
+        service.close(1)
+        pid, begun = service.pid, clock.now
+        while (found := service.pid) is not None:
+            ticks = processor_ticks(found)
+            while processor_ticks(found) == ticks:
+                pass
+            clock.now += 1.0
+            service.poll()
+        assert pid is not None
+        assert START_TIMEOUT_S <= clock.now - begun < START_TIMEOUT_S + 5
+        assert "the grammar process is not ready after" in caplog.text
+
+
+def test_a_sequence_that_cannot_be_sent_to_a_new_process_ends_alone() -> None:
+    with running() as follower:
+        service = follower.service
+        service.open(request(1, "fine"))
+        follower.next()
+        with pytest.raises(UnicodeEncodeError):
+            service.open(request(2, "half a pair: \ud800"))
+        assert service.pid is not None
+        os.kill(service.pid, signal.SIGKILL)
+        events = follower.next(2)
+        assert [event.seq_id for event in events] == [1, 2]
+        assert events[0].mask is not None
+        assert isinstance(events[1].error, InternalError)
 
 
 def test_nothing_is_started_before_it_is_needed():

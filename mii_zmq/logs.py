@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -117,6 +118,13 @@ def about(**found: Any) -> Iterator[None]:
 def facts(**found: Any) -> dict[str, Any]:
     """For the argument `extra` of a logging call; empty facts are left out."""
     return {"facts": _known(found)}
+
+
+def place_of(error: BaseException) -> str:
+    """Kind and place of an error without its message, for where that may quote a request."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in reversed(frames)]
+    return " < ".join([type(error).__name__, *places])
 
 
 def _known(found: Mapping[str, Any]) -> dict[str, Any]:

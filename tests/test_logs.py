@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mii_zmq.errors import ConfigError, StartupError
-from mii_zmq.logs import MAX_FACT_CHARS, JsonFormatter, about, facts, of_group, setup_logging
+from mii_zmq.logs import MAX_FACT_CHARS, JsonFormatter, about, facts, of_group, place_of, setup_logging
 from mii_zmq.process import spawn
 
 
@@ -170,3 +170,11 @@ def test_text_lines_look_as_ever() -> None:
 def test_group_of_a_process_that_logs_text(monkeypatch: pytest.MonkeyPatch) -> None:
     with of_group("g"):
         assert subprocess.run(["printenv", "MII_ZMQ_LOG_GROUP"], capture_output=True, check=True).stdout == b"g\n"
+
+
+def test_where_an_error_comes_from_can_be_said_without_its_text() -> None:
+    with pytest.raises(ValueError, match="a client's words") as caught:
+        raise ValueError("a client's words")
+    kind, place = place_of(caught.value).split(" < ")
+    assert kind == "ValueError"
+    assert place.startswith("test_logs.py:")

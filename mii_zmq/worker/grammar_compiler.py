@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import resource
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from collections.abc import Callable
 import xgrammar
 
 from mii_zmq.errors import InvalidRequest, MiiError
+from mii_zmq.logs import place_of
 from mii_zmq.process import die_with_parent
 from mii_zmq.worker.grammar_follower import Vocabulary
 from mii_zmq.worker.grammar_schema import check_schema
@@ -31,6 +32,9 @@ MAX_WHITESPACE = 12
 MAX_COMPILED_BYTES = 2**25
 """In the form in which it is handed over; reading it keeps the grammar process from answering for a while."""
 MIB = 2**20
+
+log = logging.getLogger(__name__)
+
 _PLACE = re.compile(r"^\[[^\]]*\] \S+:\d+: ")
 
 
@@ -81,16 +85,25 @@ class Compilation:
         inherited: tuple[int, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Fork. `inherited`: descriptors that the fork must not keep open."""
+        """Fork. `inherited`: descriptors that the fork must not keep open.
+
+        Raises:
+            OSError: there is no process or no descriptor to be had.
+        """
         self._kind, self._timeout_s, self._memory_mb, self._clock = kind, timeout_s, memory_mb, clock
         self.deadline = clock() + timeout_s
         self._received = bytearray()
         self._fd, write_fd = os.pipe()
         parent_pid = os.getpid()
-        with warnings.catch_warnings():
-            # The other thread waits for the end of the parent and holds no lock.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
+        try:
+            with warnings.catch_warnings():
+                # The other thread waits for the end of the parent and holds no lock.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._pid = os.fork()
+        except OSError:
+            os.close(self._fd)
+            os.close(write_fd)
+            raise
         if self._pid == 0:
             run_fork(parent_pid, vocabulary, kind, value, write_fd, memory_mb, (*inherited, self._fd))
         os.close(write_fd)
@@ -165,6 +178,6 @@ def run_fork(
             view = view[os.write(write_fd, view) :]
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 - a fork must never run its parent's code
-        sys.stderr.write(f"compiling a grammar failed: {type(error).__name__}: {error}\n")
+        log.error("compiling a grammar failed: %s", place_of(error))
     finally:
         os._exit(1)

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 import xgrammar
 
-from mii_zmq.errors import InternalError, MiiError
-from mii_zmq.logs import setup_logging
+from mii_zmq.errors import InternalError, MiiError, ServiceError
+from mii_zmq.logs import place_of, setup_logging
 from mii_zmq.process import ChildLink
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
 from mii_zmq.worker.compile_queue import CompileQueue
@@ -197,10 +197,20 @@ class GrammarHost:
             if not any(seq_id in self._sequences for seq_id in self._waiting[key]):
                 del self._waiting[key]
                 continue
+            self._compile(key)
+
+    def _compile(self, key: Key) -> None:
+        try:
             self._compilations[key] = Compilation(
                 self._vocabulary(key[0]), *key, timeout_s=self._options.timeout_s, memory_mb=self._options.memory_mb,
                 inherited=(self._channel.fileno(), *(other.fileno() for other in self._compilations.values())),
             )  # fmt: skip
+        except OSError as error:
+            log.error("no process to compile a grammar in: %s", error)
+            reason = "structured_output: this worker has no process to compile the grammar in; try again"
+            for seq_id in self._waiting.pop(key):
+                if seq_id in self._sequences:
+                    self._fail(seq_id, ServiceError(reason))
 
     def _take(self, key: Key, outcome: str | MiiError) -> None:
         found: xgrammar.CompiledGrammar | MiiError
@@ -222,7 +232,7 @@ class GrammarHost:
 
     def _fail(self, seq_id: int, error: Exception) -> None:
         if not isinstance(error, MiiError):
-            log.error("following the grammar of sequence %d failed", seq_id, exc_info=error)
+            log.error("following the grammar of sequence %d failed: %s", seq_id, place_of(error))
             error = InternalError(f"following the request's grammar failed: {type(error).__name__}: {error}")
         self._drop(seq_id)
         self._channel.send("failed", seq_id, error.to_wire())
@@ -268,7 +278,17 @@ def spellings(tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence
     return {"marked": spelt, "text": plain, "json": json_text}
 
 
+def _silence_library() -> None:
+    """Descriptor 2 leads nowhere from here on, in forks as well: the library writes its warnings there, which quote
+    clients' schemas. Python's own lines go to where it led."""
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    _silence_library()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="mii_zmq.worker.grammar_process", description="Grammars of an engine.")
@@ -291,13 +311,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         channel = GrammarChannel(socket.socket(fileno=options.channel_fd))
         table = MaskTable(options.memory_fd, options.vocab_size)
         host = GrammarHost(channel, load_tokenizer(options.tokenizer), options, table)
-        channel.send("ready")
-        host.run()
     except MiiError as error:
         log.error("the grammar process failed: %s", error.message)
         return 1
     except Exception:
         log.exception("the grammar process failed")
+        return 1
+    try:
+        channel.send("ready")
+        host.run()
+    except Exception as error:  # noqa: BLE001 - its text may be a client's
+        log.error("the grammar process failed: %s", place_of(error))
         return 1
     return 0
 

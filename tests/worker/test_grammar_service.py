@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import resource
 import select
 import signal
 import time
@@ -185,7 +187,42 @@ def a_token_that_comes_while_a_new_process_compiles_is_not_lost(real: Follower) 
     service.close(11)
 
 
-def test_the_real_process():
+def a_fork_that_cannot_be_had_is_an_error_to_retry(real: Follower) -> None:
+    service = real.service
+    assert service.pid is not None
+    limits = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+    before = service.pid
+    taken = {int(name) for name in os.listdir(f"/proc/{before}/fd")}
+    # No descriptor more, so no pipe.
+    resource.prlimit(before, resource.RLIMIT_NOFILE, (min({*range(len(taken) + 1)} - taken), limits[1]))
+    service.open(request(13, "forked"))
+    (event,) = real.next()
+    assert isinstance(event.error, ServiceError)
+    assert event.error.retryable
+    resource.prlimit(before, resource.RLIMIT_NOFILE, limits)
+    service.open(request(14, "forked"))
+    assert real.allowed() == "f"
+    assert service.pid == before
+    service.close(14)
+
+
+def what_the_library_warns_of_stands_nowhere(real: Follower, capfd: pytest.CaptureFixture[str]) -> None:
+    import xgrammar
+
+    # One that the library takes with a warning; others quote what they warn of.
+    texts = ["a^secretive", json.dumps({"pattern": "a^secretive", "type": "string"})]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([b"a"]), cache_enabled=False)
+    compiler.compile_regex(texts[0])
+    assert "Warning" in capfd.readouterr().err, "the library is quiet; another example is needed"
+    real.service.open(request(15, texts[0]))
+    real.service.open(request(16, texts[1], "json_schema"))
+    real.next(2)
+    assert "Warning" not in capfd.readouterr().err
+    real.service.close(15)
+    real.service.close(16)
+
+
+def test_the_real_process(capfd: pytest.CaptureFixture[str]) -> None:
     """All in one, since each process takes seconds to start."""
     pytest.importorskip("xgrammar")
     with running(*REAL, module="mii_zmq.worker.grammar_process") as follower:
@@ -195,6 +232,16 @@ def test_the_real_process():
         compilations_of_sequences_that_are_gone_hurt_nobody(follower)
         a_process_that_was_killed_is_replaced_and_sequences_go_on(follower)
         a_token_that_comes_while_a_new_process_compiles_is_not_lost(follower)
+        a_fork_that_cannot_be_had_is_an_error_to_retry(follower)
+        what_the_library_warns_of_stands_nowhere(follower, capfd)
+
+
+def test_the_process_says_why_it_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("xgrammar")
+    with running("--tokenizer=/nonexistent", *REAL[1:], module="mii_zmq.worker.grammar_process") as follower:
+        follower.service.open(request(1, "a"))
+        follower.next()
+    assert "the grammar process failed: there is no model directory '/nonexistent'" in capfd.readouterr().err
 
 
 @pytest.mark.long

@@ -24,20 +24,18 @@ from typing import Any, Literal
 
 import xgrammar
 
-from mii_zmq.errors import InternalError, MiiError, ServiceError
+from mii_zmq.errors import InternalError, MiiError
 from mii_zmq.logs import place_of, setup_logging
 from mii_zmq.process import ChildLink
 from mii_zmq.tokenizer import TextTokenizer, load_tokenizer
-from mii_zmq.worker.compile_queue import CompileQueue
+from mii_zmq.worker.compilations import Compilations
 from mii_zmq.worker.grammar_cache import GrammarCache, Key
 from mii_zmq.worker.grammar_channel import GrammarChannel
-from mii_zmq.worker.grammar_compiler import MIB, Compilation, refusal
+from mii_zmq.worker.grammar_compiler import MIB, refusal
 from mii_zmq.worker.grammar_follower import GrammarFollower, Vocabulary
 from mii_zmq.worker.grammar_limits import SequenceLimits
 from mii_zmq.worker.mask_table import NOBODY, MaskTable
 
-MAX_COMPILATIONS = 2
-"""At the same time; others wait in line."""
 ANSWERS_AT_ONCE = 16
 """Tokens taken before the engine hears of it: a process that is silent for long counts as hung."""
 SLOW_TOKEN_S = 0.1
@@ -85,8 +83,9 @@ class GrammarHost:
         self._sequences: dict[int, _Followed] = {}
         self._waiting: dict[Key, list[int]] = {}
         """Sequences by the grammar that they wait for."""
-        self._queue: CompileQueue[Key] = CompileQueue()
-        self._compilations: dict[Key, Compilation] = {}
+        self._compilations = Compilations(
+            self._vocabulary, channel.fileno(), timeout_s=options.timeout_s, memory_mb=options.memory_mb
+        )
         self._vocabulary("json_schema")
 
     def run(self) -> None:
@@ -95,15 +94,15 @@ class GrammarHost:
             self._wait()
             for message in self._channel.receive():
                 self._obey(message)
-            self._collect()
+            for key, outcome in self._compilations.advance(self._is_wanted):
+                self._take(key, outcome)
             self._channel.flush()
+        self._compilations.close()
 
     def _wait(self) -> None:
         poll = select.poll()
         poll.register(self._channel.fileno(), self._channel.poll_events)
-        for compilation in self._compilations.values():
-            poll.register(compilation.fileno(), select.POLLIN)
-        due = min((compilation.deadline for compilation in self._compilations.values()), default=None)
+        due = self._compilations.register(poll)
         poll.poll(None if due is None else max(1, int(1000 * (due - time.monotonic())) + 1))
 
     def _obey(self, message: list[Any]) -> None:
@@ -130,7 +129,7 @@ class GrammarHost:
             return
         if followed.key not in self._waiting:
             self._waiting[followed.key] = []
-            self._queue.add(followed.limits.tenant, followed.key)
+            self._compilations.add(followed.limits.tenant, followed.key)
         self._waiting[followed.key].append(seq_id)
 
     def _start(self, seq_id: int, followed: _Followed, found: xgrammar.CompiledGrammar | MiiError) -> None:
@@ -185,38 +184,19 @@ class GrammarHost:
             limit_ms = 1000 * self._options.slow_token_s
             raise refusal(followed.key[0], f"a token takes more than {limit_ms:g} ms; write it with fewer ambiguities")
 
-    def _collect(self) -> None:
-        """Take what compilations have come to, and start the next ones."""
-        for key, compilation in list(self._compilations.items()):
-            outcome = compilation.outcome()
-            if outcome is not None:
-                del self._compilations[key]
-                self._take(key, outcome)
-        while self._queue and len(self._compilations) < MAX_COMPILATIONS:
-            key = self._queue.pop()
-            if not any(seq_id in self._sequences for seq_id in self._waiting[key]):
-                del self._waiting[key]
-                continue
-            self._compile(key)
+    def _is_wanted(self, key: Key) -> bool:
+        return any(seq_id in self._sequences for seq_id in self._waiting[key])
 
-    def _compile(self, key: Key) -> None:
-        try:
-            self._compilations[key] = Compilation(
-                self._vocabulary(key[0]), *key, timeout_s=self._options.timeout_s, memory_mb=self._options.memory_mb,
-                inherited=(self._channel.fileno(), *(other.fileno() for other in self._compilations.values())),
-            )  # fmt: skip
-        except OSError as error:
-            log.error("no process to compile a grammar in: %s", error)
-            reason = "structured_output: this worker has no process to compile the grammar in; try again"
-            for seq_id in self._waiting.pop(key):
-                if seq_id in self._sequences:
-                    self._fail(seq_id, ServiceError(reason))
-
-    def _take(self, key: Key, outcome: str | MiiError) -> None:
+    def _take(self, key: Key, outcome: str | MiiError | None) -> None:
+        """A grammar was compiled, or was not. None: nobody waits for it."""
         found: xgrammar.CompiledGrammar | MiiError
+        if outcome is None:
+            del self._waiting[key]
+            return
         if isinstance(outcome, MiiError):
             found = outcome
-            self._cache.refuse(key, outcome)
+            if not outcome.retryable:
+                self._cache.refuse(key, outcome)
         else:
             self._table.note(self._waiting[key][0])
             try:

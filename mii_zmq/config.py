@@ -73,7 +73,7 @@ class EngineConfig:
     grammar_timeout_s: float = setting("seconds that compiling the grammar of one structured output may take", 10.0)
     grammar_memory_mb: int = setting("MB of memory that this may take", 1024)
     grammar_cache_mb: int = setting(
-        "MB of compiled grammars up to which unused ones are kept; those of running requests always are", 256
+        "MB of memory in compiled grammars up to which unused ones are kept; those of running requests always are", 256
     )
     step_trace: str | None = setting("file for one JSON line per event of a step: plan, submit, read, sent", None)
 

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from mii_zmq.errors import MiiError
 
@@ -25,14 +25,7 @@ Key = tuple[str, str]
 """A grammar's kind and text."""
 
 
-class Grammar(Protocol):
-    """What there is to know of a compiled one."""
-
-    @property
-    def memory_size_bytes(self) -> int: ...
-
-
-G = TypeVar("G", bound=Grammar)
+G = TypeVar("G")
 
 
 @dataclass(slots=True)
@@ -66,9 +59,9 @@ class GrammarCache(Generic[G]):
         error, until = self._refusals.get(key, (None, 0.0))
         return error if self._clock() < until else None
 
-    def add(self, key: Key, grammar: G) -> None:
-        """A grammar that is not here. It stays at least until the next one comes."""
-        entry = self._idle[key] = _Entry(grammar, grammar.memory_size_bytes)
+    def add(self, key: Key, grammar: G, num_bytes: int) -> None:
+        """A grammar that is not here, and the memory that it takes. It stays at least until the next one comes."""
+        entry = self._idle[key] = _Entry(grammar, num_bytes)
         self._num_bytes += entry.num_bytes
         self._trim()
 

@@ -34,6 +34,7 @@ from mii_zmq.worker.grammar_channel import GrammarChannel
 from mii_zmq.worker.grammar_compiler import MIB, refusal
 from mii_zmq.worker.grammar_follower import GrammarFollower, Vocabulary
 from mii_zmq.worker.grammar_limits import SequenceLimits
+from mii_zmq.worker.grammar_memory import MemoryTrimmer, bytes_of
 from mii_zmq.worker.mask_table import NOBODY, MaskTable
 
 ANSWERS_AT_ONCE = 16
@@ -86,6 +87,7 @@ class GrammarHost:
         self._compilations = Compilations(
             self._vocabulary, channel.fileno(), timeout_s=options.timeout_s, memory_mb=options.memory_mb
         )
+        self._trimmer = MemoryTrimmer()
         self._vocabulary("json_schema")
 
     def run(self) -> None:
@@ -201,7 +203,8 @@ class GrammarHost:
             self._table.note(self._waiting[key][0])
             try:
                 found = xgrammar.CompiledGrammar.deserialize_json(outcome, self._vocabulary(key[0]).info)
-                self._cache.add(key, found)
+                self._cache.add(key, found, bytes_of(found, outcome))
+                self._trimmer.note(outcome)
             except Exception as error:  # noqa: BLE001
                 found = refusal(key[0], f"what it compiles to cannot be read: {type(error).__name__}")
                 self._cache.refuse(key, found)

@@ -1,44 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of compiled grammars, with grammars that are nothing but a size."""
+"""What is kept of compiled grammars, with grammars that are nothing but a name."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
 
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.worker.grammar_cache import MAX_REFUSALS, REFUSED_S, GrammarCache, Key
 from tests.engine_driver import Clock
 
 
-@dataclass(frozen=True)
-class Sized:
-    memory_size_bytes: int
-
-
 def key(name: str) -> Key:
     return ("regex", name)
 
 
-def kept(cache: GrammarCache[Sized], names: str) -> str:
+def kept(cache: GrammarCache[str], names: str) -> str:
     return "".join(name for name in names if cache.get(key(name)) is not None)
 
 
 def test_the_least_recently_used_go_first() -> None:
-    cache = GrammarCache[Sized](10)
+    cache = GrammarCache[str](10)
     for name in "abc":
-        cache.add(key(name), Sized(3))
+        cache.add(key(name), name, 3)
     cache.use(key("a"))
     cache.release(key("a"))
-    cache.add(key("d"), Sized(3))
+    cache.add(key("d"), "d", 3)
     assert (kept(cache, "abcd"), cache.num_bytes) == ("acd", 9)
 
 
 def test_what_is_in_use_counts_and_stays() -> None:
-    cache = GrammarCache[Sized](10)
+    cache = GrammarCache[str](10)
     for name in "abcd":
-        cache.add(key(name), Sized(4))
+        cache.add(key(name), name, 4)
         if name in "ab":
             cache.use(key(name))
     # Two in use leave no room for idle ones but the newest.
@@ -51,18 +45,18 @@ def test_what_is_in_use_counts_and_stays() -> None:
 
 
 def test_one_that_is_too_large_serves_until_the_next_one_comes() -> None:
-    cache = GrammarCache[Sized](10)
-    cache.add(key("a"), Sized(50))
+    cache = GrammarCache[str](10)
+    cache.add(key("a"), "a", 50)
     cache.use(key("a"))
     cache.release(key("a"))
     assert kept(cache, "a") == "a"
-    cache.add(key("b"), Sized(50))
+    cache.add(key("b"), "b", 50)
     assert (kept(cache, "ab"), cache.num_bytes) == ("b", 50)
 
 
 def test_the_bytes_are_those_of_what_is_kept_whatever_happens() -> None:
     for seed in range(20):
-        draw, cache, users = random.Random(seed), GrammarCache[Sized](60), Counter[str]()
+        draw, cache, users = random.Random(seed), GrammarCache[str](60), Counter[str]()
         sizes = {name: draw.randint(1, 30) for name in "abcdefgh"}
         for _ in range(200):
             name = draw.choice("abcdefgh")
@@ -71,7 +65,7 @@ def test_the_bytes_are_those_of_what_is_kept_whatever_happens() -> None:
                 users[name] -= 1
             else:
                 if cache.get(key(name)) is None:
-                    cache.add(key(name), Sized(sizes[name]))
+                    cache.add(key(name), name, sizes[name])
                 cache.use(key(name))
                 users[name] += 1
             there = kept(cache, "abcdefgh")
@@ -83,7 +77,7 @@ def test_the_bytes_are_those_of_what_is_kept_whatever_happens() -> None:
 
 def test_refusals_are_remembered_for_a_while() -> None:
     clock = Clock()
-    cache = GrammarCache[Sized](10, clock)
+    cache = GrammarCache[str](10, clock)
     error = InvalidRequest("no")
     cache.refuse(key("a"), error)
     assert cache.get(key("a")) is error

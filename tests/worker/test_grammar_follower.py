@@ -247,6 +247,14 @@ def test_a_compilation_beyond_its_time_or_memory_is_refused():
     assert "more than 8 MB" in large.message
 
 
+def test_a_large_schema_of_an_ordinary_kind_is_compiled():
+    names = [f"field_{number}" for number in range(300)]
+    schema = {"type": "object", "properties": {name: {"type": "boolean"} for name in names}, "required": names}
+    found = outcome("json_schema", json.dumps({**schema, "additionalProperties": False}))
+    assert isinstance(found, str)
+    assert len(found) > 2**25
+
+
 def is_valid(schema: Any, value: Any) -> bool:
     jsonschema = pytest.importorskip("jsonschema")
     return bool(jsonschema.Draft202012Validator(schema).is_valid(value))

@@ -24,8 +24,8 @@ import xgrammar
 from mii_zmq.errors import InvalidRequest, MiiError
 from mii_zmq.logs import place_of
 from mii_zmq.process import die_with_parent
+from mii_zmq.worker.grammar_checks import compilable
 from mii_zmq.worker.grammar_follower import Vocabulary
-from mii_zmq.worker.grammar_schema import check_schema
 
 MAX_WHITESPACE = 12
 """Characters of whitespace between two marks of JSON: a line's end and an indentation, not pages of nothing."""
@@ -45,8 +45,7 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, kind: str, value: str) -
     Raises:
         InvalidRequest: it is malformed, or asks for what cannot be enforced.
     """
-    if kind == "json_schema":
-        check_schema(json.loads(value))
+    value = compilable(kind, value)
     try:
         if kind in ("json_object", "json_schema"):
             schema = value if kind == "json_schema" else '{"type": "object"}'

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.sampling_params import SamplingParams
 from mii_zmq.tokenizer import TextTokenizer
-from mii_zmq.worker.grammar_schema import check_schema, check_tag
+from mii_zmq.worker.grammar_checks import compilable
 from mii_zmq.worker.plan import EngineLimits, SequenceRequest
 
 
@@ -60,8 +59,5 @@ def grammar_of(tokenizer: TextTokenizer, limits: EngineLimits, params: SamplingP
         problem = "this model's tokenizer does not tell the bytes of its tokens, so no grammar can be followed"
     if problem is not None:
         raise InvalidRequest(f"structured_output: {problem}", param="structured_output")
-    if wanted.kind == "json_schema":
-        check_schema(json.loads(wanted.value))
-    elif wanted.kind == "structural_tag":
-        check_tag(json.loads(wanted.value))
+    compilable(wanted.kind, wanted.value)
     return wanted.kind, wanted.value

@@ -1,142 +1,213 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of JSON Schema can be enforced while a text is written, and what has to be refused.
+"""A JSON schema as a request writes it -> one that the grammar compiler enforces to the letter.
 
-The grammar compiler passes over what it cannot express, and such an answer would not be valid. So every keyword that
-restricts values and is not enforced, alone or beside another one, is refused here by name; annotations and unknown
-names are ignored, as JSON Schema says. `oneOf` is read as `anyOf`. Pure; nothing is resolved but local references.
+The compiler passes over what it cannot express, and such an answer would not be valid. So schemas are written anew, in
+keywords of which it is known what the compiler makes of them; what restricts values otherwise is refused by path and
+name. Annotations and unknown names are left out, as JSON Schema says. The result may allow less than the schema, never
+more: docs/endpoints.md says where. Pure; nothing is resolved but references within the schema.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import json
+from collections.abc import Collection
 from typing import Any
+from urllib.parse import unquote
 
-from mii_zmq.errors import InvalidRequest
+from mii_zmq.worker.grammar_charsets import UNQUOTED, Ranges
+from mii_zmq.worker.grammar_containers import array, obj
+from mii_zmq.worker.grammar_one_of import Branches, NotDisjointError, implied_type
+from mii_zmq.worker.grammar_scalars import MAX_INTEGER, integer, number, refused, string
 
-UNENFORCED = frozenset({
+UNENFORCED = (
     "additionalItems", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
     "maxContains", "minContains", "not", "then", "$dynamicRef", "$recursiveRef",
-})  # fmt: skip
+)  # fmt: skip
 DECIDING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""The first of these that a schema has is all that the compiler reads of it."""
+"""Of these a schema may have one, and nothing that restricts beside it."""
 RESTRICTING = frozenset({
     *DECIDING, "type", "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
     "minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength",
     "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "unevaluatedItems", "unevaluatedProperties",
 })  # fmt: skip
-SCHEMAS = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
-MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
-LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_UNQUOTABLE = re.compile(
-    r'["\x00-\x1f]|\\\\|\\[nrtfv0c]|\\x(?:[01]|22|5c)|\\u\{?0{0,4}(?:[01][0-9a-f]\b|22|5c)|\\u00[01]', re.I
-)
-"""In a pattern; the compiler writes such characters into a string as they are."""
 _TYPES: dict[str, Any] = {
     "string": str, "boolean": bool, "null": type(None), "array": list, "object": dict, "integer": int,
     "number": (int, float),
 }  # fmt: skip
 
 
-def check_schema(schema: Any) -> None:
-    """Raise InvalidRequest for what an answer could violate although it follows the grammar; the message says where."""
-    _check(schema, "")
+def enforceable(schema: Any, key_characters: Ranges = UNQUOTED) -> Any:
+    """The schema for the compiler.
+
+    Args:
+        schema: as parsed from JSON.
+        key_characters: what keys that the schema does not name consist of, beside those that it names.
+
+    Raises:
+        InvalidRequest: it is malformed, or an answer could violate it; the message says where.
+    """
+    found = _Schemas(schema, key_characters).whole()
+    try:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise refused("it holds half of a surrogate pair; send valid Unicode") from None
+    except ValueError:
+        raise refused("it holds a number that is too large") from None
+    return found
 
 
-def check_tag(tag: Any) -> None:
-    """The same for every schema of a structural tag, at whatever depth. Raises InvalidRequest."""
-    if isinstance(tag, dict) and tag.get("type") == "json_schema":
-        check_schema(tag.get("json_schema", True))
-    elif isinstance(tag, (dict, list)):
-        for part in tag.values() if isinstance(tag, dict) else tag:
-            check_tag(part)
+class _Schemas:
+    """One schema and what it refers to. References become numbered definitions, each written once."""
+
+    def __init__(self, root: Any, key_characters: Ranges) -> None:
+        self._root, self._key_characters = root, key_characters
+        self._numbers: dict[tuple[str, frozenset[str]], int] = {}
+        self._branches = Branches(lambda reference: self._target(reference, ""))
+
+    def whole(self) -> Any:
+        found = self._one(self._root, "")
+        definitions: dict[str, Any] = {}
+        while len(definitions) < len(self._numbers):
+            # Those that turn up on the way are appended, so that depth costs no stack.
+            for (reference, also_required), index in list(self._numbers.items())[len(definitions) :]:
+                target = self._target(reference, "")
+                definitions[str(index)] = self._one(target, reference[1:], also_required)
+        return found | ({"$defs": definitions} if definitions else {})
+
+    def _one(self, schema: Any, path: str, also_required: Collection[str] = ()) -> dict[str, Any]:
+        if schema is True:
+            return {}
+        if schema is False:
+            raise refused(f"{path or 'the schema'} is false, which no value fits; leave it out")
+        if not isinstance(schema, dict):
+            raise refused(f"{path or 'the schema'} has to be an object or a boolean")
+        for keyword in UNENFORCED:
+            if keyword in schema:
+                raise refused(f"{path}/{keyword} cannot be enforced; leave it out")
+        if schema.get("uniqueItems") not in (None, False):
+            raise refused(f"{path}/uniqueItems cannot be enforced; leave it out")
+        if path and "$id" in schema:
+            raise refused(f"{path}/$id cannot be used within a schema; leave it out and refer by '#/...'")
+        deciding = next((name for name in DECIDING if name in schema), None)
+        if deciding is None:
+            return self._typed(schema, path, also_required)
+        beside = sorted(RESTRICTING & schema.keys() - {deciding})
+        if beside and not (deciding in ("const", "enum") and beside == ["type"]):
+            raise refused(
+                f"{path or 'the schema'} has {deciding} and {beside[0]}, of which only one can be enforced; merge them"
+            )
+        if deciding == "$ref":
+            return self._reference(schema["$ref"], path, also_required)
+        if deciding in ("const", "enum"):
+            return _values(schema, deciding, path)
+        return self._alternatives(schema, deciding, path, also_required)
+
+    def _typed(self, schema: dict[str, Any], path: str, also_required: Collection[str]) -> dict[str, Any]:
+        types = _types(schema, path)
+        if not types:
+            if beside := sorted(RESTRICTING & schema.keys()):
+                raise refused(f"{path}/{beside[0]} cannot be enforced without a type; add type")
+            return {}
+        found = [self._of_type(name, schema, path, also_required) for name in types]
+        return found[0] if len(found) == 1 else {"anyOf": found}
+
+    def _of_type(self, name: str, schema: dict[str, Any], path: str, also_required: Collection[str]) -> dict[str, Any]:
+        match name:
+            case "string":
+                return string(schema, path)
+            case "integer":
+                return integer(schema, path)
+            case "number":
+                return number(schema, path)
+            case "array":
+                return array(schema, path, self._one)
+            case "object":
+                return obj(schema, path, self._one, also_required, self._key_characters)
+        return {"type": name}
+
+    def _alternatives(
+        self, schema: dict[str, Any], keyword: str, path: str, also_required: Collection[str]
+    ) -> dict[str, Any]:
+        branches = schema[keyword]
+        if not isinstance(branches, list) or not branches:
+            raise refused(f"{path}/{keyword} has to be a list of schemas that is not empty")
+        if keyword == "allOf" and len(branches) > 1:
+            raise refused(f"{path}/allOf has {len(branches)} schemas, allowed: one; merge them")
+        required: list[Collection[str]] = [also_required if len(branches) == 1 else ()] * len(branches)
+        if keyword == "oneOf" and len(branches) > 1:
+            mark = schema.get("discriminator")
+            name = mark.get("propertyName") if isinstance(mark, dict) else None
+            try:
+                required = [*self._branches.required_to_tell(branches, name)]
+            except NotDisjointError as error:
+                raise refused(
+                    f"{path}/oneOf cannot be enforced: {error}; use anyOf, or give them a property with const or "
+                    "enum of different values"
+                ) from None
+        found = [
+            self._one(branch, f"{path}/{keyword}/{index}", names)
+            for index, (branch, names) in enumerate(zip(branches, required, strict=True))
+        ]
+        return found[0] if len(found) == 1 else {"anyOf": found}
+
+    def _reference(self, reference: Any, path: str, also_required: Collection[str]) -> dict[str, Any]:
+        self._target(reference, path)
+        key = (reference, frozenset(also_required))
+        return {"$ref": f"#/$defs/{self._numbers.setdefault(key, len(self._numbers))}"}
+
+    def _target(self, reference: Any, path: str) -> Any:
+        """What a reference names. Raises InvalidRequest where there is nothing of the kind."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise refused(f"{path}/$ref is {str(reference)[:60]!r}, allowed: '#' and '#/...', within the schema")
+        found = self._root
+        for part in reference.split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isascii() and name.isdigit() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                raise refused(f"{path}/$ref is {reference[:60]!r}, where the schema has nothing")
+        return found
 
 
-def _check(schema: Any, path: str) -> None:
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise _refused(f"{path or 'the schema'} has to be an object or a boolean")
-    for keyword in sorted(UNENFORCED & schema.keys()):
-        raise _refused(f"{path}/{keyword} cannot be enforced; leave it out")
-    if schema.get("uniqueItems") is True:
-        raise _refused(f"{path}/uniqueItems cannot be enforced; leave it out")
-    _check_combinations(schema, path)
-    _check_references(schema, path)
-    for name, inner in _inner_schemas(schema, path):
-        _check(inner, name)
-
-
-def _check_combinations(schema: dict[str, Any], path: str) -> None:
-    strings = [name for name in ("pattern", "format", "minLength", "maxLength") if name in schema]
-    if len(strings) > 1 and strings != ["minLength", "maxLength"]:
-        raise _refused(f"{path} has {' and '.join(strings)}, of which only one can be enforced; keep one")
-    if _UNQUOTABLE.search(str(schema.get("pattern", ""))):
-        raise _refused(f"{path}/pattern names a character that JSON escapes (a quotation mark, a backslash, a control)")
-    deciding = next((name for name in DECIDING if name in schema), None)
-    if deciding is None:
-        _check_required(schema, path)
-        return
-    beside = sorted(RESTRICTING & schema.keys() - {deciding})
-    if deciding in ("enum", "const") and beside == ["type"]:
-        _check_type(schema, deciding, path)
-    elif beside:
-        raise _refused(f"{path} has {deciding} and {beside[0]}, of which only {deciding} can be enforced; merge them")
-    if deciding == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
-        raise _refused(f"{path}/allOf has {len(schema['allOf'])} schemas, allowed: one; merge them")
-
-
-def _check_required(schema: dict[str, Any], path: str) -> None:
-    required, properties = schema.get("required"), schema.get("properties", {})
-    if isinstance(required, list) and isinstance(properties, dict):
-        for name in required:
-            if name not in properties:
-                raise _refused(f"{path}/required names {str(name)[:60]!r}, which is not among its properties")
-
-
-def _check_type(schema: dict[str, Any], deciding: str, path: str) -> None:
+def _types(schema: dict[str, Any], path: str) -> list[str]:
+    if "type" not in schema:
+        implied = implied_type(schema)
+        return [implied] if implied else []
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    values = schema["enum"] if deciding == "enum" else [schema["const"]]
-    if not isinstance(values, list):
-        raise _refused(f"{path}/enum has to be a list")
+    for name in types:
+        if not isinstance(name, str) or name not in _TYPES:
+            raise refused(f"{path}/type is {str(name)[:60]!r}, allowed: {', '.join(sorted(_TYPES))}")
+    if not types or len(set(types)) < len(types):
+        raise refused(f"{path}/type has to name types, none of them twice")
+    return types
+
+
+def _values(schema: dict[str, Any], keyword: str, path: str) -> dict[str, Any]:
+    values = schema["enum"] if keyword == "enum" else [schema["const"]]
+    if not isinstance(values, list) or not values:
+        raise refused(f"{path}/enum has to be a list that is not empty")
+    types = _types(schema, path)
     for value in values:
-        if not any(_has_type(value, name) for name in types):
-            raise _refused(f"{path}/{deciding} holds {str(value)[:60]!r}, which is not of its type")
+        if types and not any(_has_type(value, name) for name in types):
+            raise refused(f"{path}/{keyword} holds {str(value)[:60]!r}, which is not of its type")
+        _check_numbers(value, f"{path}/{keyword}")
+    return {"enum": values}
 
 
-def _has_type(value: Any, name: Any) -> bool:
-    expected = _TYPES.get(name) if isinstance(name, str) else None
-    if expected is None or (isinstance(value, bool) and name != "boolean"):
+def _has_type(value: Any, name: str) -> bool:
+    if isinstance(value, bool) and name != "boolean":
         return False
     if name == "integer" and isinstance(value, float):
         return value.is_integer()
-    return isinstance(value, expected)
+    return isinstance(value, _TYPES[name])
 
 
-def _check_references(schema: dict[str, Any], path: str) -> None:
-    reference = schema.get("$ref")
-    if reference is not None and not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
-        raise _refused(f"{path}/$ref is {str(reference)[:60]!r}, allowed: '#' and '#/...', within the schema")
-
-
-def _inner_schemas(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    for name in SCHEMAS:
-        if name in schema:
-            yield f"{path}/{name}", schema[name]
-    for name in MAPS_OF_SCHEMAS:
-        inner = schema.get(name, {})
-        if not isinstance(inner, dict):
-            raise _refused(f"{path}/{name} has to be an object")
-        for key, value in inner.items():
-            yield f"{path}/{name}/{key[:60]}", value
-    for name in LISTS_OF_SCHEMAS:
-        inner = schema.get(name, [])
-        if not isinstance(inner, list):
-            raise _refused(f"{path}/{name} has to be a list")
-        for index, value in enumerate(inner):
-            yield f"{path}/{name}/{index}", value
-
-
-def _refused(what: str) -> InvalidRequest:
-    return InvalidRequest(f"structured_output: json_schema: {what}", param="structured_output")
+def _check_numbers(value: Any, path: str) -> None:
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise refused(f"{path} holds {str(value)[:60]}, allowed: integers of at most {MAX_INTEGER}")
+    if isinstance(value, (list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_numbers(item, path)

@@ -6,11 +6,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-import random
 import select
 import time
 import warnings
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,6 @@ from mii_zmq.worker.grammar_compiler import Compilation, compile_grammar, run_fo
 from mii_zmq.worker.grammar_follower import GrammarFollower, Vocabulary
 from mii_zmq.worker.grammar_limits import SequenceLimits
 from mii_zmq.worker.grammar_process import spellings, text_form
-from tests.worker.test_grammar_schema import ACCEPTED
 
 pytestmark = pytest.mark.slow
 
@@ -181,8 +178,8 @@ def test_special_spellings_and_characters_in_choices():
 @pytest.mark.parametrize(
     ("kind", "value", "reason"),
     [
-        ("regex", "(a", "parenthesis is not closed"),
-        ("regex", r"a\1", "Backreference"),
+        ("regex", "(a", "parenthesis that is not closed"),
+        ("regex", r"a\1", "a backreference"),
         ("ebnf", "start ::= 'a'", "EBNF"),
         ("ebnf", "root ::= missing", "missing"),
         ("json_schema", '{"type": "strin"}', "strin"),
@@ -253,28 +250,3 @@ def test_a_large_schema_of_an_ordinary_kind_is_compiled():
     found = outcome("json_schema", json.dumps({**schema, "additionalProperties": False}))
     assert isinstance(found, str)
     assert len(found) > 2**25
-
-
-def is_valid(schema: Any, value: Any) -> bool:
-    jsonschema = pytest.importorskip("jsonschema")
-    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
-
-
-@pytest.mark.parametrize("schema", [schema for schema in ACCEPTED if schema is not True], ids=str)
-def test_random_walks_through_accepted_schemas_are_valid(schema: Any):
-    num_ended = 0
-    for seed in range(15):
-        draw, follower, text = random.Random(seed), follow("json_schema", json.dumps(schema)), b""
-        while len(text) < 200:
-            possible = allowed(follower)
-            assert possible
-            if (EOS in possible and draw.random() < 0.3) or possible == {EOS}:
-                num_ended += 1
-                assert is_valid(schema, json.loads(text)), text
-                break
-            # Closing marks are likely, so that most walks end.
-            preferred = possible & chars('"}]') if draw.random() < 0.5 else set()
-            token_id = draw.choice(sorted(preferred or possible - {EOS}))
-            follower.accept(token_id)
-            text += TOKENS[token_id]
-    assert num_ended

@@ -12,7 +12,8 @@ from typing import Any
 
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.worker.grammar_charsets import UNQUOTED, WORD
-from mii_zmq.worker.grammar_regex import UnusableRegexError, normal
+from mii_zmq.worker.grammar_regex import normal
+from mii_zmq.worker.grammar_regex_tree import UnusableRegexError
 from mii_zmq.worker.grammar_schema import enforceable
 
 

@@ -85,11 +85,13 @@ def _required(schema: dict[str, Any], properties: dict[str, Any], path: str) -> 
     names = schema.get("required", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise refused(f"{path}/required has to be a list of strings")
-    for index, name in enumerate(names):
+    seen: set[str] = set()
+    for name in names:
         if name not in properties:
             raise refused(f"{path}/required names {name[:60]!r}, which is not among its properties")
-        if name in names[:index]:
+        if name in seen:
             raise refused(f"{path}/required names {name[:60]!r} twice")
+        seen.add(name)
     return names
 
 

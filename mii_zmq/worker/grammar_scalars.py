@@ -13,7 +13,8 @@ from typing import Any
 
 from mii_zmq.errors import InvalidRequest
 from mii_zmq.worker.grammar_formats import FORMATS, FREE_FORMATS
-from mii_zmq.worker.grammar_regex import UnusableRegexError, normal
+from mii_zmq.worker.grammar_regex import lengths, normal
+from mii_zmq.worker.grammar_regex_tree import UnusableRegexError
 
 MAX_COUNT = 2**31 - 1
 MAX_INTEGER = 2**63 - 1
@@ -38,20 +39,24 @@ def string(schema: dict[str, Any], path: str) -> dict[str, Any]:
     elif form is not None and form not in FORMATS:
         known = ", ".join(sorted((*FORMATS, *FREE_FORMATS)))
         raise refused(f"{path}/format is {form[:60]!r}, which is not known; known: {known}")
-    kept = {
-        "pattern": "pattern" in schema,
-        "format": form is not None,
-        "minLength": least,
-        "maxLength": most is not None,
-    }
-    names = [name for name, is_kept in kept.items() if is_kept]
-    if len(names) > 1 and names != ["minLength", "maxLength"]:
-        raise refused(f"{path or 'the schema'} has {' and '.join(names)}, of which only one can be enforced; keep one")
-    if form is not None:
-        return {"type": "string", "pattern": normal(FORMATS[form], in_json=True)}
-    if "pattern" in schema:
-        return {"type": "string", "pattern": text_pattern(schema["pattern"], f"{path}/pattern")}
-    return {"type": "string", **_span("Length", least, most, path)}
+    if form is not None and "pattern" in schema:
+        raise refused(f"{path or 'the schema'} has pattern and format, of which only one can be enforced; keep one")
+    if form is None and "pattern" not in schema:
+        return {"type": "string", **_span("Length", least, most, path)}
+    keyword, pattern = ("pattern", schema["pattern"]) if form is None else ("format", FORMATS[form])
+    found = text_pattern(pattern, f"{path}/{keyword}")
+    shortest, longest = lengths(pattern)
+    for name, is_met in (("minLength", shortest >= (least or 0)), ("maxLength", _is_within(longest, most))):
+        if not is_met:
+            raise refused(
+                f"{path or 'the schema'} has {keyword} and {name}, of which only one can be enforced, unless all that "
+                f"the {keyword} allows is of such a length; keep one"
+            )
+    return {"type": "string", "pattern": found}
+
+
+def _is_within(longest: int | None, most: int | None) -> bool:
+    return most is None or (longest is not None and longest <= most)
 
 
 def text_pattern(pattern: Any, path: str) -> str:

@@ -19,6 +19,8 @@ from mii_zmq.worker.grammar_containers import array, obj
 from mii_zmq.worker.grammar_one_of import Branches, NotDisjointError, implied_type
 from mii_zmq.worker.grammar_scalars import MAX_INTEGER, integer, number, refused, string
 
+MAX_REFERENCES = 8
+"""From one to the next, where keys are described."""
 UNENFORCED = (
     "additionalItems", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
     "maxContains", "minContains", "not", "then", "$dynamicRef", "$recursiveRef",
@@ -123,8 +125,17 @@ class _Schemas:
             case "array":
                 return array(schema, path, self._one)
             case "object":
-                return obj(schema, path, self._one, also_required, self._key_characters)
+                return obj(self._with_names(schema, path), path, self._one, also_required, self._key_characters)
         return {"type": name}
+
+    def _with_names(self, schema: dict[str, Any], path: str) -> dict[str, Any]:
+        """The schema with that of its keys in place of a reference to it."""
+        names = schema.get("propertyNames")
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(names, dict) or "$ref" not in names or RESTRICTING & names.keys() != {"$ref"}:
+                break
+            names = self._target(names["$ref"], f"{path}/propertyNames")
+        return schema if names is None else {**schema, "propertyNames": names}
 
     def _alternatives(
         self, schema: dict[str, Any], keyword: str, path: str, also_required: Collection[str]
@@ -165,7 +176,13 @@ class _Schemas:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and name in found:
                 found = found[name]
-            elif isinstance(found, list) and name.isascii() and name.isdigit() and int(name) < len(found):
+            elif (
+                isinstance(found, list)
+                and name.isascii()
+                and name.isdigit()
+                and len(name) < 6
+                and int(name) < len(found)
+            ):
                 found = found[int(name)]
             else:
                 raise refused(f"{path}/$ref is {reference[:60]!r}, where the schema has nothing")

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from mii_zmq.worker.grammar_charsets import WORD, complement, intersection, other_texts, union, written
-from mii_zmq.worker.grammar_regex import UnusableRegexError, normal
+from mii_zmq.worker.grammar_regex import lengths, normal
+from mii_zmq.worker.grammar_regex_tree import UnusableRegexError
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,7 @@ from mii_zmq.worker.grammar_regex import UnusableRegexError, normal
         ("a{2,1}", "minimum is above"),
         ("a|*b", "nothing to repeat"),
         ("{2}", "nothing to repeat"),
+        ("a{1" + "0" * 5000 + "}", "more than 9 digits"),
         ("[[:alpha:]]", "a named set"),
         ("[]a]", "begins with ]"),
         ("[^]a]", "begins with ]"),
@@ -112,3 +114,18 @@ def test_texts_other_than_some() -> None:
     assert other_texts(["a"], ((97, 98),)) == "(|b[a-b]*|a([a-b][a-b]*))"
     long = "a" * 40
     assert len(other_texts([long], ((97, 98),))) < 1000
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("^a$", (1, 1)),
+        ("a|bcd|", (0, 3)),
+        ("(ab?){2,3}", (2, 6)),
+        ("a+b*", (1, None)),
+        ("(a{0})*", (0, 0)),
+        ("", (0, 0)),
+    ],
+)
+def test_lengths_of_what_matches(pattern: str, expected: tuple[int, int | None]) -> None:
+    assert lengths(pattern) == expected

@@ -237,7 +237,10 @@ def _one_of(draw: random.Random, depth: int) -> Drawn:
     tag, branches = draw.choice("ak"), []
     for number in range(draw.randint(2, 3)):
         value = draw.choice([{"const": number}, {"enum": [number, f"k{number}"]}])
-        branch: dict[str, Any] = {"type": "object", "properties": {tag: value, "b": draw.choice([_string, _number])(draw, 0)[0]}}
+        branch: dict[str, Any] = {
+            "type": "object",
+            "properties": {tag: value, "b": draw.choice([_string, _number])(draw, 0)[0]},
+        }
         if draw.random() < 0.6:
             branch["required"] = [tag]
         if draw.random() < 0.5:

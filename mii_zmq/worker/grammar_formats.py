@@ -31,8 +31,9 @@ _NO_COLON = rf"(?:[A-Za-z0-9._~!$&'()*+,;=@-]|{_PERCENT})"
 _TAIL = rf"(?:\?(?:{_SEGMENT}|[/?])*)?(?:#(?:{_SEGMENT}|[/?])*)?"
 _ROOTLESS = rf"{_SEGMENT}+(?:/{_SEGMENT}*)*"
 _AUTHORITY = rf"//{_HOST}(?::\d{{1,4}})?(?:/{_SEGMENT}*)*"
-_URI = rf"[A-Za-z][A-Za-z0-9+.-]{{1,20}}:(?:{_AUTHORITY}|{_ROOTLESS}){_TAIL}"
-_RELATIVE = rf"(?:/(?:{_ROOTLESS})?|{_NO_COLON}+(?:/{_SEGMENT}*)*)?{_TAIL}"
+_SCHEME = "[A-Za-z][A-Za-z0-9+.-]+:"
+_URI = rf"{_SCHEME}(?:{_AUTHORITY}|{_ROOTLESS}){_TAIL}"
+_REFERENCE = rf"(?:{_SCHEME})?(?:{_AUTHORITY}|/(?:{_ROOTLESS})?|{_NO_COLON}+(?:/{_SEGMENT}*)*)?{_TAIL}"
 _POINTER = "(?:/(?:[^/~]|~[01])*)*"
 
 FORMATS: dict[str, str] = {
@@ -46,7 +47,7 @@ FORMATS: dict[str, str] = {
     "ipv6": _IPV6,
     "uuid": "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
     "uri": _URI,
-    "uri-reference": f"(?:{_URI}|{_RELATIVE})",
+    "uri-reference": _REFERENCE,
     "json-pointer": _POINTER,
     "relative-json-pointer": rf"(?:0|[1-9]\d{{0,5}})(?:#|{_POINTER})",
 }

@@ -12,9 +12,10 @@ from __future__ import annotations
 from mii_zmq.worker.grammar_charsets import ANY, UNQUOTED, Ranges, intersection, written
 from mii_zmq.worker.grammar_regex_tree import Anchor, Choice, Node, RegexReader, Repeat, UnusableRegexError
 
-_AS_GRAMMAR = "(é){0}"
+_AS_RULES = "(é){0}"
 """Nothing, but not in ASCII: the compiler then makes rules of a JSON string's pattern, as it does of other expressions.
-The automaton that it would make takes (a{1,2}|a) for a+."""
+The automaton that it would make takes (a{1,2}|a) for a+; it is right, and small where counts are large, for sets one
+behind the other."""
 
 
 def normal(pattern: str, *, in_json: bool) -> str:
@@ -28,7 +29,9 @@ def normal(pattern: str, *, in_json: bool) -> str:
     """
     node = RegexReader(pattern).read()
     _check_anchors(node, is_first=True, is_last=True)
-    return _AS_GRAMMAR + _write(node, UNQUOTED) if in_json else _write(node, ANY)
+    if not in_json:
+        return _write(node, ANY)
+    return ("" if _is_flat(node) else _AS_RULES) + _write(node, UNQUOTED)
 
 
 def lengths(pattern: str) -> tuple[int, int | None]:
@@ -38,6 +41,13 @@ def lengths(pattern: str) -> tuple[int, int | None]:
         UnusableRegexError: as `normal`.
     """
     return _lengths(RegexReader(pattern).read())
+
+
+def _is_flat(node: Node) -> bool:
+    """Sets, repeated or not, one behind the other."""
+    if isinstance(node, Repeat):
+        return not isinstance(node.what, (Repeat, Choice, Anchor))
+    return not isinstance(node, Choice) or (len(node.branches) == 1 and all(map(_is_flat, node.branches[0])))
 
 
 def _check_anchors(node: Node, *, is_first: bool, is_last: bool) -> None:

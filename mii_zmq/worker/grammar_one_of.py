@@ -60,6 +60,8 @@ class Branches:
         Raises:
             NotDisjointError: there are none, as far as can be told.
         """
+        if self._are_distinct_lists(branches):
+            return [frozenset()] * len(branches)
         pairs = {}
         for second in range(len(branches)):
             for first in range(second):
@@ -79,6 +81,12 @@ class Branches:
             required[first].add(chosen)
             required[second].add(chosen)
         return [frozenset(names) for names in required]
+
+    def _are_distinct_lists(self, branches: list[Any]) -> bool:
+        """Whether all are const or enum without a common value, which long lists of labels are."""
+        lists = [[shape.values for shape in self._shapes_of(branch)] for branch in branches]
+        found = [value for values in lists for value in set().union(*(listed or () for listed in values))]
+        return all(None not in values for values in lists) and len(set(found)) == len(found)
 
     def _is_listed(self, name: str, branches: list[Any]) -> bool:
         """Whether a property has const or enum wherever it is."""
@@ -148,7 +156,9 @@ class Branches:
                 yield _Shape(_KINDS)
                 return
             for alternative in alternatives:
-                yield from self._shapes(alternative, num_steps + 1 + MAX_ALTERNATIVES // 4)
+                yield from self._shapes(
+                    alternative, num_steps + (1 if len(alternatives) == 1 else MAX_ALTERNATIVES // 4)
+                )
         else:
             yield _object_shape(schema)
 

@@ -156,7 +156,7 @@ class RegexReader:
         self._at += is_negated
         if self._text.startswith("]", self._at):
             raise self._refused(r"a set that begins with ], which is read in two ways; write \]", start)
-        found: Ranges = ()
+        found: list[tuple[int, int]] = []
         while not self._text.startswith("]", self._at):
             low = self._set_item(start)
             if self._text.startswith("-", self._at) and self._text[self._at + 1 : self._at + 2] not in ("", "]"):
@@ -169,7 +169,7 @@ class RegexReader:
                     low = ((low[0][0], high[0][0]),)
                 else:
                     low = (*low, *high, (ord("-"), ord("-")))
-            found = (*found, *low)
+            found += low
         self._at += 1
         return complement(found) if is_negated else union(found)
 

@@ -38,7 +38,7 @@ DISJOINT: list[list[Any]] = [
     [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, NULL],
     [{"allOf": [obj("k", k=const("a"))]}, obj("k", k=const("b"))],
     [{"oneOf": [const(1), const(2)]}, {"anyOf": [const(3), TEXT]}],
-    [{"enum": [n]} for n in range(250)],
+    [{"enum": [n]} for n in range(2000)],
 ]
 
 OVERLAPPING: list[list[Any]] = [
@@ -55,7 +55,7 @@ OVERLAPPING: list[list[Any]] = [
     [{"type": "array", "items": NULL}, {"type": "array", "items": TEXT}],
     [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}],
     [{"$ref": "#/$defs/loop"}, NULL],
-    [{"enum": [n]} for n in range(700)],
+    [*({"enum": [n]} for n in range(700)), INTEGER],
 ]
 
 DEFINITIONS = {

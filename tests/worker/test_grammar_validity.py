@@ -19,6 +19,7 @@ pytest.importorskip("jsonschema")
 import jsonschema
 
 from tests.worker.test_grammar_follower import EOS, TOKENS, allowed, chars, follow
+from tests.worker.test_grammar_schema import ACCEPTED
 
 pytestmark = pytest.mark.slow
 
@@ -256,6 +257,11 @@ def run(seeds: range, num_walks: int) -> None:
         schema, sampler = drawn(random.Random(seed))
         num_ended += check(schema, sampler, seed, num_walks)
     assert num_ended > len(seeds)
+
+
+@pytest.mark.parametrize("schema", [schema for schema in ACCEPTED if schema is not True], ids=str)
+def test_what_ends_is_valid_for_each_keyword(schema: Any) -> None:
+    assert check(schema, None, 0, 12)
 
 
 def test_what_ends_is_valid_and_what_is_valid_can_be_written() -> None:

@@ -160,7 +160,9 @@ class _Schemas:
             self._one(branch, f"{path}/{keyword}/{index}", names)
             for index, (branch, names) in enumerate(zip(branches, required, strict=True))
         ]
-        return found[0] if len(found) == 1 else {"anyOf": found}
+        # Where an answer could be read in two ways, following it takes twice the work.
+        distinct = list({json.dumps(branch): branch for branch in found}.values())
+        return distinct[0] if len(distinct) == 1 else {"anyOf": distinct}
 
     def _reference(self, reference: Any, path: str, also_required: Collection[str]) -> dict[str, Any]:
         self._target(reference, path)

@@ -191,6 +191,11 @@ def test_definitions_that_refer_to_each_other_are_written_once() -> None:
     assert len(enforceable(node)["$defs"]) == 1
 
 
+def test_alternatives_that_are_equal_are_one() -> None:
+    assert enforceable({"anyOf": [NULL, {"type": "null", "title": "t"}]}) == NULL
+    assert enforceable({"anyOf": [NULL, BOOLEAN, NULL]}) == {"anyOf": [NULL, BOOLEAN]}
+
+
 def test_schemas_and_expressions_within_structural_tags_are_checked() -> None:
     def tag(content: object) -> str:
         call = {"type": "tag", "begin": "a", "content": content, "end": "b"}

@@ -110,11 +110,15 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        # Whoever writes the next answer watches; what is left of that one is another matter than what was left before.
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def expect_reading(self) -> None:
         """An answer has been written; what is left of it is watched until the client has taken it."""
         num_unread = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        if num_unread and self._unread_timer is None:
+        if num_unread:
             loop = asyncio.get_running_loop()
             self._unread_timer = loop.call_later(self._door.unread_timeout_s, self._on_unread, num_unread)
 
@@ -159,8 +163,7 @@ class Connection(asyncio.Protocol):
 
     def _on_unread(self, num_before: int) -> None:
         self._unread_timer = None
-        # While the next answer is written, whoever writes it watches.
-        if self._transport is None or self.is_serving:
+        if self._transport is None:
             return
         if self._transport.get_write_buffer_size() < num_before:
             self.expect_reading()

@@ -33,10 +33,14 @@ def ask_with_a_small_buffer(address: tuple[str, int], body: object, num_bytes: i
     reader = socket.socket()
     reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_bytes)
     reader.connect(address)
+    reader.sendall(raw_post(body))
+    return reader
+
+
+def raw_post(body: object) -> bytes:
     data = json.dumps(body).encode()
     head = b"POST /mii/fake HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    reader.sendall(head % len(data) + data)
-    return reader
+    return head % len(data) + data
 
 
 @pytest.fixture
@@ -188,6 +192,30 @@ async def test_whoever_leaves_the_rest_of_an_answer_is_cut(
         assert len(b"".join(iter(lambda: reader.recv(4096), b""))) < 60_000
     assert gateway.metrics.http_requests["/mii/{deployment}", "200"] == 1
     assert gateway.metrics.num_slow_readers == 1
+
+
+async def test_the_rest_of_one_answer_is_not_held_against_the_next(
+    address: tuple[str, int], by_hand: FakeClient, gateway: Gateway
+) -> None:
+    assert gateway.door is not None
+    with ask_with_a_small_buffer(address, {"prompts": "a"}) as reader:
+        generation = await by_hand.next_generation()
+        ((transport, connection),) = gateway.door.connections.items()
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        generation.push("x" * 60_000)
+        generation.finish()
+        async with asyncio.timeout(PATIENCE_S):
+            while not connection.is_idle:
+                await asyncio.sleep(0.01)
+        assert connection._unread_timer is not None
+        reader.sendall(raw_post({"prompts": "b"}))
+        second = await by_hand.next_generation()
+        assert connection._unread_timer is None
+        second.finish()
+        async with asyncio.timeout(PATIENCE_S):
+            while not connection.is_idle:
+                await asyncio.sleep(0.01)
+        assert connection._unread_timer is not None
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from mii_zmq.errors import InternalError, InvalidRequest, MiiError
+from mii_zmq.logs import place_of
 from mii_zmq.worker.plan import EngineLimits, EngineStats, Executor, PendingStep, SequenceOutput, SequenceRequest
 from mii_zmq.worker.scheduler import Scheduler
 from mii_zmq.worker.step_faults import FaultKind, classify
@@ -206,8 +207,8 @@ class EngineCore:
     def _open_grammar(self, grammars: GrammarService, request: SequenceRequest) -> None:
         try:
             grammars.open(request)
-        except Exception as error:
-            logger.exception("the grammar of sequence %d cannot be opened; it ends", request.seq_id)
+        except Exception as error:  # noqa: BLE001 - its text may quote the grammar
+            logger.error("the grammar of sequence %d cannot be opened; it ends: %s", request.seq_id, place_of(error))
             if not isinstance(error, MiiError):
                 error = InternalError(_one_line("structured_output: the request's grammar cannot be opened", error))
             # As any end it lets go of everything, also of what the service has of it, and is reported once, even where

@@ -19,6 +19,7 @@ from typing import Any
 
 from mii_zmq.config import EngineConfig
 from mii_zmq.errors import InternalError, MiiError, ProtocolError, ServiceError, from_wire
+from mii_zmq.logs import place_of
 from mii_zmq.process import Child, describe_exit, processor_ticks, spawn
 from mii_zmq.worker.core import MaskEvent
 from mii_zmq.worker.grammar_channel import GrammarChannel, socket_pair
@@ -162,8 +163,8 @@ class GrammarProcessService:
             opened.is_asked = True
             try:
                 self._send_open(opened)
-            except Exception as error:
-                log.exception("the grammar process cannot be told of sequence %d; it ends", seq_id)
+            except Exception as error:  # noqa: BLE001 - its text may quote the grammar
+                log.error("the grammar process cannot be told of sequence %d; it ends: %s", seq_id, place_of(error))
                 reason = f"the grammar process cannot be told of this request: {type(error).__name__}"
                 self._fail(seq_id, InternalError(f"structured_output: {reason}"))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expressions in the compiler's terms; test_grammar_validity compiles them."""
+"""Expressions in the compiler's terms; test_grammar_texts compiles them."""
 
 from __future__ import annotations
 
